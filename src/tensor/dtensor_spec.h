@@ -1,0 +1,84 @@
+#pragma once
+
+// What makes a Tensor a DTensor. See Note [A DTensor is a marked tensor] in dtensor.cpp.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <fsdp2/device_mesh.h>
+#include <fsdp2/tensor/placement.h>
+
+namespace fsdp2::detail {
+
+/// The extra key of a DTensor: libtorch registers nothing on it and it sits above autograd.
+inline constexpr c10::DispatchKey kDTensorKey = c10::DispatchKey::DeferredInit;
+
+/// A box of a tensor: one (offset, size) pair per dimension.
+struct Box {
+  std::vector<int64_t> offsets, sizes;
+  int64_t numel() const;
+  bool operator==(const Box&) const = default;
+};
+
+/// Rows [offset, offset + length) of `size` that chunk `index` of `num_chunks` holds, cut like torch.chunk;
+/// an empty chunk has offset == size.
+struct ChunkRange {
+  int64_t offset, length;
+};
+ChunkRange chunk_range(int64_t size, int64_t num_chunks, int64_t index);
+
+/// Boxes of the global tensor that the rank at `coordinate` of `mesh` holds, in the order in which they lie
+/// in its local tensor; empty where it holds nothing. Throws kUnsupported for a layout it cannot describe.
+std::vector<Box> chunks_at(at::IntArrayRef sizes, const DeviceMesh& mesh, const std::vector<Placement>& placements,
+                           const std::vector<int64_t>& coordinate);
+/// Shape of the local tensor of that rank.
+std::vector<int64_t> local_shape_at(at::IntArrayRef sizes, const DeviceMesh& mesh,
+                                    const std::vector<Placement>& placements,
+                                    const std::vector<int64_t>& coordinate);
+
+/// Layout plus this rank's data; hangs on the TensorImpl as its backend meta. Immutable but for `local`
+/// and `fqn`; tensors that alias each other (detach, .data()) share it or hold an equal one with the same `local`.
+struct DTensorSpec : c10::BackendMeta {
+  DTensorSpec(DeviceMesh mesh, std::vector<Placement> placements, std::vector<int64_t> sizes, Tensor local,
+              std::string fqn);
+  c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& self) const override {
+    return self;
+  }
+
+  DeviceMesh mesh;
+  std::vector<Placement> placements;  // one per mesh axis
+  std::vector<int64_t> sizes;         // global
+  Tensor local;                       // plain, no DTensor key, never requires grad
+  std::string fqn;                    // of the parameter, for messages; may be empty
+
+  bool has_partial() const;
+  bool same_layout(const DTensorSpec& other) const;  // mesh, placements and sizes
+  std::vector<Box> local_chunks() const;             // chunks_at this rank's coordinate
+};
+
+/// O(1): carries the key.
+inline bool is_marked(const Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has(kDTensorKey);
+}
+/// Null if `tensor` is not a DTensor. A marked tensor without a spec is our own bug and throws.
+DTensorSpec* spec_of(const Tensor& tensor);
+/// The plain local part; throws kInvalidArgument if `tensor` is not a DTensor.
+const Tensor& local_of(const Tensor& tensor);
+
+/// A new marked tensor over `local` (same dtype and device; no autograd).
+Tensor make_dtensor(Tensor local, DeviceMesh mesh, std::vector<Placement> placements, std::vector<int64_t> sizes,
+                    std::string fqn = {});
+/// The same layout and fqn over other local data (same shape; dtype and device may differ).
+Tensor make_dtensor_like(const DTensorSpec& layout, Tensor local);
+
+/// Library code that touches locals or swaps data runs under this guard: operators inside bypass the DTensor fallback.
+struct BelowDTensor {
+  c10::impl::ExcludeDispatchKeyGuard guard{kDTensorKey};
+};
+
+}  // namespace fsdp2::detail
