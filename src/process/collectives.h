@@ -32,7 +32,7 @@ class PendingCollective {
   c10::intrusive_ptr<c10d::Work> work_;
   CollectiveOp op_{};
   std::string what_;
-  const void* group_ = nullptr;
+  ProcessGroup group_;
   int64_t bytes_ = 0;
   uint64_t sequence_ = 0;
   std::vector<Tensor> keep_alive_;
