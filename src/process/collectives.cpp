@@ -9,6 +9,7 @@
 #include <fsdp2/error.h>
 
 #include "tensor/dtensor_spec.h"
+#include "torch_compat.h"
 
 namespace fsdp2::detail {
 
@@ -141,7 +142,7 @@ PendingCollective all_gather(Tensor& out, const Tensor& in, const ProcessGroup& 
                                [&]() -> c10::intrusive_ptr<c10d::Work> {
                                  if (out.numel() == 0) return nullptr;
                                  Tensor to = transport_view(out), from = transport_view(in);
-                                 return group->_allgather_base(to, from);
+                                 return c10d_all_gather(*group, to, from);
                                });
 }
 
@@ -159,7 +160,7 @@ PendingCollective reduce_scatter(Tensor& out, const Tensor& in, ReduceOp op, con
                                  c10d::ReduceScatterOptions options;
                                  options.reduceOp = op;
                                  Tensor from = in;
-                                 return group->_reduce_scatter_base(out, from, options);
+                                 return c10d_reduce_scatter(*group, out, from, options);
                                });
 }
 

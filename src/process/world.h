@@ -1,0 +1,36 @@
+#pragma once
+
+// What init_process_group set up. One per process.
+
+#include <fsdp2/process_group.h>
+
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace fsdp2::detail {
+
+struct World {
+  int rank = 0, world_size = 1, local_rank = 0;
+  bool single_host = false;
+  std::chrono::milliseconds timeout{};
+  std::string backend;                        // resolved, e.g. "cpu:gloo"
+  c10::intrusive_ptr<c10d::Store> store;      // already prefixed for this job
+  ProcessGroup default_group;
+  int64_t groups_made = 0;                    // equal on all ranks: groups are made collectively
+  std::unordered_map<const c10d::ProcessGroup*, std::vector<int>> ranks_of;
+  std::map<std::vector<int>, ProcessGroup> shared;  // meshes reuse groups of equal ranks; null where outside
+};
+
+/// Null before init_process_group and after destroy_process_group.
+World* world();
+/// Throws kUsage without a process group; `what` names the caller.
+World& require_world(const char* what);
+/// The group of these global ranks (in this order), made at its first use. Collective over the default group.
+ProcessGroup shared_group(const std::vector<int>& ranks);
+
+/// Store shared by all ranks where they agree on `options`; fills rank, world_size, local_rank of `world`.
+void rendezvous(const ProcessGroupOptions& options, World& world);
+
+}  // namespace fsdp2::detail

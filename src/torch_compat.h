@@ -1,0 +1,50 @@
+#pragma once
+
+// What differs between the supported libtorch releases, and nothing else.
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/version.h>
+
+#include <memory>
+#include <utility>
+
+#define FSDP2_TORCH_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+namespace fsdp2::detail {
+
+// 2.13 renamed the single-tensor collectives.
+inline c10::intrusive_ptr<c10d::Work> c10d_all_gather(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in) {
+#if FSDP2_TORCH_AT_LEAST(2, 13)
+  return group.all_gather_single(out, in);
+#else
+  return group._allgather_base(out, in);
+#endif
+}
+
+inline c10::intrusive_ptr<c10d::Work> c10d_reduce_scatter(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in,
+                                                          const c10d::ReduceScatterOptions& options) {
+#if FSDP2_TORCH_AT_LEAST(2, 13)
+  return group.reduce_scatter_single(out, in, options);
+#else
+  return group._reduce_scatter_base(out, in, options);
+#endif
+}
+
+// 2.13 holds autograd nodes by intrusive_ptr, earlier releases by shared_ptr.
+#if FSDP2_TORCH_AT_LEAST(2, 13)
+using NodePtr = c10::intrusive_ptr<torch::autograd::Node>;
+template <class N, class... Args>
+c10::intrusive_ptr<N> make_node(Args&&... args) {
+  return c10::make_intrusive<N>(std::forward<Args>(args)...);
+}
+#else
+using NodePtr = std::shared_ptr<torch::autograd::Node>;
+template <class N, class... Args>
+std::shared_ptr<N> make_node(Args&&... args) {
+  return std::shared_ptr<N>(new N(std::forward<Args>(args)...), torch::autograd::deleteNode);
+}
+#endif
+
+}  // namespace fsdp2::detail
