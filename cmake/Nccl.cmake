@@ -1,0 +1,30 @@
+# NCCL where libtorch has CUDA and the environment of its wheel carries nccl.h. No CUDA toolkit is needed: the headers
+# and libraries are those that pip installed beside torch.
+
+set(FSDP2_HAS_NCCL FALSE)
+if(TorchWheel_HAS_CUDA)
+  file(GLOB _nvidia_includes "${TorchWheel_SITE_PACKAGES}/nvidia/cu[0-9]*/include" "${TorchWheel_SITE_PACKAGES}/nvidia/*/include")
+  file(GLOB _nvidia_cudart "${TorchWheel_SITE_PACKAGES}/nvidia/*/lib/libcudart.so.*")
+  file(GLOB _nvidia_nccl "${TorchWheel_SITE_PACKAGES}/nvidia/nccl/lib/libnccl.so.*")
+  find_path(FSDP2_NCCL_INCLUDE nccl.h HINTS "${TorchWheel_SITE_PACKAGES}/nvidia/nccl/include")
+  find_path(FSDP2_CUDART_INCLUDE cuda_runtime_api.h HINTS ${_nvidia_includes})
+  if(FSDP2_NCCL_INCLUDE AND FSDP2_CUDART_INCLUDE)
+    set(FSDP2_HAS_NCCL TRUE)
+  else()
+    message(STATUS "libtorch has CUDA, but nccl.h or cuda_runtime_api.h is missing: built without NCCL")
+  endif()
+endif()
+
+# fsdp2_select_nccl(<target>): compiles the NCCL backend, or the file that says there is none.
+function(fsdp2_select_nccl target)
+  set(folder "${PROJECT_SOURCE_DIR}/src/backend")
+  if(NOT FSDP2_HAS_NCCL)
+    target_sources(${target} PRIVATE "${folder}/no_nccl.cpp")
+    return()
+  endif()
+  target_sources(${target} PRIVATE "${folder}/nccl.cpp")
+  set_source_files_properties("${folder}/nccl.cpp" PROPERTIES
+    COMPILE_DEFINITIONS USE_C10D_NCCL
+    INCLUDE_DIRECTORIES "${FSDP2_NCCL_INCLUDE};${FSDP2_CUDART_INCLUDE};${_nvidia_includes}"
+    SKIP_PRECOMPILE_HEADERS ON)
+endfunction()
