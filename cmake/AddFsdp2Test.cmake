@@ -1,6 +1,6 @@
 # fsdp2_add_test(<file>): one executable and one ctest entry for a GoogleTest file below tests/.
 #
-# Comments among the first ten lines of the file steer it:
+# Comments at the start of a line steer it, the first of each kind counts:
 #   // labels: ranks, slow      ctest labels; default: fast
 #   // timeout: 600             seconds for the whole executable; default: 300
 #   // processors: 4            what ctest -j counts it as; default: 2 for `ranks` and `peer`, else 1
@@ -8,9 +8,8 @@
 # internal symbols libfsdp2.so does not export; all others with libfsdp2.so.
 
 function(_fsdp2_test_setting file name default result)
-  file(STRINGS "${file}" line LIMIT_COUNT 10 REGEX "^// ${name}: ")
-  list(POP_FRONT line line)
-  string(REGEX REPLACE "^// ${name}: *" "" value "${line}")
+  file(STRINGS "${file}" lines LIMIT_COUNT 1 REGEX "^// ${name}: ")
+  string(REGEX REPLACE "^// ${name}: *" "" value "${lines}")
   if(NOT value)
     set(value "${default}")
   endif()

@@ -4,6 +4,8 @@ set(FSDP2_TRIED_TORCH_VERSIONS 2.11 2.13 2.14)
 
 set(TorchWheel_HINTS "${PROJECT_SOURCE_DIR}/.venv")
 find_package(TorchWheel REQUIRED)
+# Kept, so that a later configure run from another environment does not change libtorch under the objects.
+set(TORCH_ROOT "${TorchWheel_ROOT}" CACHE PATH "Folder of libtorch, with include/ and lib/")
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" _torch_minor "${TorchWheel_VERSION}")
 if(NOT _torch_minor IN_LIST FSDP2_TRIED_TORCH_VERSIONS)
   list(JOIN FSDP2_TRIED_TORCH_VERSIONS ", " _torch_tried)
