@@ -1,12 +1,13 @@
 #pragma once
 
-// What makes a Tensor a DTensor. See Note [A DTensor is a marked tensor] in dtensor.cpp.
+// What makes a Tensor a DTensor. See Note [A DTensor is a marked tensor] in dtensor_spec.cpp.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -41,22 +42,47 @@ std::vector<int64_t> local_shape_at(at::IntArrayRef sizes, const DeviceMesh& mes
                                     const std::vector<Placement>& placements,
                                     const std::vector<int64_t>& coordinate);
 
+/// Checks one placement per axis and dims in range; negative dims become positive.
+std::vector<Placement> normalize_placements(std::vector<Placement> placements, const DeviceMesh& mesh,
+                                            int64_t tensor_dims);
+
+/// How a tensor lies on a mesh, without data. Immutable and shared by the tensors that operators make.
+struct DTensorLayout {
+  DTensorLayout(DeviceMesh mesh, std::vector<Placement> placements, std::vector<int64_t> sizes,
+                std::vector<int64_t> extents = {});
+
+  DeviceMesh mesh;
+  std::vector<Placement> placements;  // one per mesh axis
+  std::vector<int64_t> sizes;         // global
+  /// Rows per rank of a 1-D mesh, where from_local met parts that are not cut like torch.chunk; else empty.
+  std::vector<int64_t> extents;
+  bool partial;  // any placement is Partial
+
+  bool equals(const DTensorLayout& other) const;
+  std::vector<Box> chunks(const std::vector<int64_t>& coordinate) const;
+  std::vector<int64_t> local_shape(const std::vector<int64_t>& coordinate) const;
+  /// Axes along which the ranks hold different parts.
+  std::vector<int64_t> sharded_axes() const;
+};
+
 /// Layout plus this rank's data; hangs on the TensorImpl as its backend meta. Immutable but for `local`
 /// and `fqn`; tensors that alias each other (detach, .data()) share it or hold an equal one with the same `local`.
 struct DTensorSpec : c10::BackendMeta {
   DTensorSpec(DeviceMesh mesh, std::vector<Placement> placements, std::vector<int64_t> sizes, Tensor local,
               std::string fqn);
+  DTensorSpec(std::shared_ptr<const DTensorLayout> layout, Tensor local, std::string fqn);
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& self) const override {
     return self;
   }
 
-  DeviceMesh mesh;
-  std::vector<Placement> placements;  // one per mesh axis
-  std::vector<int64_t> sizes;         // global
-  Tensor local;                       // plain, no DTensor key, never requires grad
-  std::string fqn;                    // of the parameter, for messages; may be empty
+  const std::shared_ptr<const DTensorLayout> layout;
+  const DeviceMesh& mesh;                   // of the layout
+  const std::vector<Placement>& placements;  // one per mesh axis
+  const std::vector<int64_t>& sizes;         // global
+  Tensor local;                              // plain, no DTensor key, never requires grad
+  std::string fqn;                           // of the parameter, for messages; may be empty
 
-  bool has_partial() const;
+  bool has_partial() const { return layout->partial; }
   bool same_layout(const DTensorSpec& other) const;  // mesh, placements and sizes
   std::vector<Box> local_chunks() const;             // chunks_at this rank's coordinate
 };
@@ -75,6 +101,15 @@ Tensor make_dtensor(Tensor local, DeviceMesh mesh, std::vector<Placement> placem
                     std::string fqn = {});
 /// The same layout and fqn over other local data (same shape; dtype and device may differ).
 Tensor make_dtensor_like(const DTensorSpec& layout, Tensor local);
+Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor local, std::string fqn);
+/// Another tensor over the same spec (what detach() and .data() give).
+Tensor make_dtensor_alias(const Tensor& marked);
+
+/// This rank's position; kUsage where it is not in the mesh.
+std::vector<int64_t> coordinate_of_this_rank(const DeviceMesh& mesh);
+
+/// "'fc.weight' (DTensor [17, 5], [Shard(0)])" for messages.
+std::string describe(const DTensorSpec& spec);
 
 /// Library code that touches locals or swaps data runs under this guard: operators inside bypass the DTensor fallback.
 struct BelowDTensor {
