@@ -1,0 +1,4 @@
+"""Prints which Python the tests use."""
+import sys
+
+print(sys.executable)
