@@ -104,7 +104,7 @@ find_package_handle_standard_args(TorchWheel
   REASON_FAILURE_MESSAGE
     "No libtorch was found. Run `make setup`, activate a Python environment that has torch, or pass -DTORCH_ROOT=<torch folder>.")
 
-if(TorchWheel_FOUND AND NOT TARGET TorchWheel::torch)
+if(TorchWheel_FOUND AND NOT TARGET TorchWheel::torch AND NOT CMAKE_SCRIPT_MODE_FILE)
   add_library(TorchWheel::torch INTERFACE IMPORTED)
   # A CUDA libtorch registers its kernels when it is loaded, so it must stay on the link line though nothing refers to it.
   set(_torch_libraries torch torch_cpu c10)

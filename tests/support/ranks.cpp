@@ -306,4 +306,6 @@ TempDir::~TempDir() {
 
 std::string test_file(const std::string& relative) { return std::string(FSDP2_TEST_SOURCE_DIR) + "/" + relative; }
 
+std::string build_folder() { return FSDP2_TEST_BINARY_DIR; }
+
 }  // namespace fsdp2::testing

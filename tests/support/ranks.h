@@ -50,6 +50,8 @@ class TempDir {
 
 /// Absolute path of a file under tests/ in the source tree.
 std::string test_file(const std::string& relative);
+/// Absolute path of the build tree that the test belongs to.
+std::string build_folder();
 
 }  // namespace fsdp2::testing
 

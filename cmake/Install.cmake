@@ -1,0 +1,28 @@
+# The installed package: headers, libfsdp2.so, the program, and what find_package(fsdp2) reads.
+
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+set(_package_folder "${CMAKE_INSTALL_LIBDIR}/cmake/fsdp2")
+
+# Relative to themselves for what is installed together, absolute for libtorch, which stays where it is.
+set_target_properties(fsdp2 PROPERTIES INSTALL_RPATH "$ORIGIN;${TorchWheel_ROOT}/lib")
+install(TARGETS fsdp2 EXPORT fsdp2Targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+if(TARGET fsdp2_program)
+  file(RELATIVE_PATH _from_bin "/${CMAKE_INSTALL_BINDIR}" "/${CMAKE_INSTALL_LIBDIR}")
+  set_target_properties(fsdp2_program PROPERTIES INSTALL_RPATH "$ORIGIN/${_from_bin};${TorchWheel_ROOT}/lib")
+  install(TARGETS fsdp2_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/fsdp2" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
+install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+
+install(EXPORT fsdp2Targets NAMESPACE fsdp2:: DESTINATION "${_package_folder}")
+configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/fsdp2Config.cmake.in" "${PROJECT_BINARY_DIR}/fsdp2Config.cmake"
+  INSTALL_DESTINATION "${_package_folder}")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/fsdp2ConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
+install(
+  FILES
+    "${PROJECT_BINARY_DIR}/fsdp2Config.cmake"
+    "${PROJECT_BINARY_DIR}/fsdp2ConfigVersion.cmake"
+    "${PROJECT_SOURCE_DIR}/cmake/FindTorchWheel.cmake"
+  DESTINATION "${_package_folder}")

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Configures where needed and builds. Usage: build.sh [target...]
+# Environment: PRESET (release), JOBS (one per core, as far as memory goes).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+preset=${PRESET:-release}
+folder=build/$preset
+value() { sed -n "s/^$1 := //p" build/setup.mk; }
+torch_root=$(value TORCH_ROOT)
+test_python=$(value TEST_PYTHON)
+
+# A compiler that reads a precompiled header of libtorch needs up to 2 GiB.
+cores=$(nproc)
+memory=$(awk '/^MemAvailable:/ {print int($2 / 2097152)}' /proc/meminfo)
+jobs=${JOBS:-$((memory < 1 ? 1 : memory < cores ? memory : cores))}
+
+configured=$(sed -n 's/^\(TORCH_ROOT\|FSDP2_TEST_PYTHON\):[^=]*=//p' "$folder/CMakeCache.txt" 2>/dev/null | sort | tr '\n' ' ' || true)
+wanted=$(printf '%s\n' "$torch_root" "$test_python" | sort | tr '\n' ' ')
+if [ ! -f "$folder/build.ninja" ] || [ "$configured" != "$wanted" ]; then
+  cmake --preset "$preset" "-DTORCH_ROOT=$torch_root" "-DFSDP2_TEST_PYTHON=$test_python"
+fi
+cmake --build "$folder" -j "$jobs" ${1:+--target "$@"}

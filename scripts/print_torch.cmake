@@ -1,0 +1,11 @@
+# cmake -P: prints "<root>;<version>;<python>" of the libtorch that a configure run here would take, or nothing.
+list(PREPEND CMAKE_MODULE_PATH "${CMAKE_CURRENT_LIST_DIR}/../cmake")
+if(NOT CMAKE_PREFIX_PATH)
+  cmake_path(CONVERT "$ENV{CMAKE_PREFIX_PATH}" TO_CMAKE_PATH_LIST CMAKE_PREFIX_PATH)
+endif()
+set(TorchWheel_HINTS "${CMAKE_CURRENT_LIST_DIR}/../.venv")
+set(TorchWheel_FIND_QUIETLY TRUE)
+find_package(TorchWheel QUIET)
+if(TorchWheel_FOUND)
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E echo "${TorchWheel_ROOT};${TorchWheel_VERSION};${TorchWheel_PYTHON}")
+endif()
