@@ -28,7 +28,7 @@ struct ProcessGroupOptions {
   /// A collective, or the rendezvous, that waits longer fails with kTimeout naming rank and operation.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   /// Default: RANK, WORLD_SIZE, LOCAL_RANK, else OMPI_COMM_WORLD_*, PMI_*, SLURM_*.
-  std::optional<int> rank, world_size, local_rank;
+  std::optional<int> rank = {}, world_size = {}, local_rank = {};
 };
 
 /// Joins the job. Every rank calls it once. Errors: kInvalidArgument (rank or world size missing or

@@ -38,12 +38,10 @@ bool moves_as_is(at::ScalarType dtype) {
   }
 }
 
-/// The same memory seen as bytes where needed (contiguous tensors of at least one element).
+/// The same memory as one row, seen as bytes where the dtype needs it.
 Tensor transport_view(const Tensor& tensor) {
-  if (moves_as_is(tensor.scalar_type()) || tensor.numel() == 0) {
-    return tensor;
-  }
-  return tensor.reshape({-1}).view(at::kByte);
+  const Tensor flat = tensor.view({-1});
+  return moves_as_is(flat.scalar_type()) ? flat : flat.view(at::kByte);
 }
 
 std::string describe(CollectiveOp op, const std::string& what, const c10d::ProcessGroup* group, int64_t bytes,
@@ -135,7 +133,7 @@ PendingCollective all_gather(Tensor& out, const Tensor& in, const ProcessGroup& 
   if (group->getSize() == 1) {
     const BelowDTensor below;
     const at::NoGradGuard no_grad;
-    out.view(in.sizes()).copy_(in);
+    out.view({-1}).copy_(in.view({-1}));
     return {};
   }
   return CollectiveFunnel::run(CollectiveOp::kAllGather, group, site, static_cast<int64_t>(out.nbytes()), {out, in},
@@ -151,7 +149,7 @@ PendingCollective reduce_scatter(Tensor& out, const Tensor& in, ReduceOp op, con
   if (group->getSize() == 1) {
     const BelowDTensor below;
     const at::NoGradGuard no_grad;
-    out.copy_(in.view(out.sizes()));
+    out.view({-1}).copy_(in.view({-1}));
     return {};
   }
   return CollectiveFunnel::run(CollectiveOp::kReduceScatter, group, site, static_cast<int64_t>(in.nbytes()), {out, in},
@@ -159,8 +157,8 @@ PendingCollective reduce_scatter(Tensor& out, const Tensor& in, ReduceOp op, con
                                  if (in.numel() == 0) return nullptr;
                                  c10d::ReduceScatterOptions options;
                                  options.reduceOp = op;
-                                 Tensor from = in;
-                                 return c10d_reduce_scatter(*group, out, from, options);
+                                 Tensor to = out.view({-1}), from = in.view({-1});
+                                 return c10d_reduce_scatter(*group, to, from, options);
                                });
 }
 

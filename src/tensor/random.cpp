@@ -16,6 +16,7 @@
 #include <fsdp2/error.h>
 
 #include "tensor/operators.h"
+#include "tensor/random.h"
 #include "tensor/redistribute.h"
 
 namespace fsdp2::detail {
@@ -36,31 +37,6 @@ int64_t hash_of(const Tensor& state) {
   return static_cast<int64_t>(hash);
 }
 
-void check_generator(const OperatorCall& call, const DTensorSpec& spec, const std::optional<at::Generator>& given) {
-  auto generator = given.has_value() && given->defined()
-                       ? *given
-                       : at::globalContext().defaultGenerator(spec.local.device());
-  Tensor state;
-  {
-    std::scoped_lock lock(generator.mutex());
-    state = generator.get_state();
-  }
-  const Tensor mine = at::full({1}, hash_of(state), at::kLong).to(control_device(spec.mesh));
-  const Tensor hashes = gather_over_axes(mine, spec.mesh, all_axes(spec.mesh), spec.fqn).view({-1}).cpu();
-  const auto* values = hashes.const_data_ptr<int64_t>();
-  const Tensor ranks = spec.mesh.ranks().reshape({-1}).contiguous();
-  std::string different;
-  for (int64_t index = 1; index < hashes.numel(); ++index) {
-    if (values[index] == values[0]) continue;
-    different += (different.empty() ? "" : ", ") + std::to_string(ranks.const_data_ptr<int64_t>()[index]);
-  }
-  FSDP2_CHECK(different.empty(), kUsage, "[dtensor] ", operator_text(call.op), " on ", describe(spec),
-              ": the random generator of rank(s) ", different, " is in another state than that of rank ",
-              ranks.const_data_ptr<int64_t>()[0],
-              ", so each rank would draw another tensor; call torch::manual_seed with one seed on all ranks and draw the "
-              "same numbers on all of them");
-}
-
 std::optional<at::Generator> generator_of(const OperatorCall& call) {
   for (size_t index = 0; index < call.info.num_args; ++index) {
     const auto& value = call.arg(index);
@@ -78,7 +54,10 @@ Tensor draw(OperatorCall& call, const DTensorSpec& spec) {
     call.op.callBoxed(call.stack);
     return std::move(call.result(0)).toTensor();
   }
-  check_generator(call, spec, generator_of(call));
+  const auto given = generator_of(call);
+  check_generators_agree(given && given->defined() ? *given
+                                                   : at::globalContext().defaultGenerator(spec.local.device()),
+                         spec.mesh, operator_text(call.op) + " on " + describe(spec));
   call.arg(0) = at::empty(spec.sizes, spec.local.options());
   call.op.callBoxed(call.stack);
   const Tensor full = std::move(call.result(0)).toTensor();
@@ -86,6 +65,28 @@ Tensor draw(OperatorCall& call, const DTensorSpec& spec) {
 }
 
 }  // namespace
+
+void check_generators_agree(at::Generator generator, const DeviceMesh& mesh, const std::string& what) {
+  Tensor state;
+  {
+    std::scoped_lock lock(generator.mutex());
+    state = generator.get_state();
+  }
+  const BelowDTensor below;
+  const Tensor mine = at::full({1}, hash_of(state), at::kLong).to(control_device(mesh));
+  const Tensor hashes = gather_over_axes(mine, mesh, all_axes(mesh), what).view({-1}).cpu();
+  const auto* values = hashes.const_data_ptr<int64_t>();
+  const Tensor ranks = mesh.ranks().reshape({-1}).contiguous();
+  std::string different;
+  for (int64_t index = 1; index < hashes.numel(); ++index) {
+    if (values[index] == values[0]) continue;
+    different += (different.empty() ? "" : ", ") + std::to_string(ranks.const_data_ptr<int64_t>()[index]);
+  }
+  FSDP2_CHECK(different.empty(), kUsage, "[dtensor] ", what, ": the random generator of rank(s) ", different,
+              " is in another state than that of rank ", ranks.const_data_ptr<int64_t>()[0],
+              ", so each rank would draw another tensor; call torch::manual_seed with one seed on all ranks and draw the "
+              "same numbers on all of them");
+}
 
 void run_random(OperatorCall& call) {
   const Tensor self = call.arg(0).toTensor();

@@ -1,0 +1,15 @@
+#pragma once
+
+// Everything that a training program needs.
+
+#include <fsdp2/device_mesh.h>
+#include <fsdp2/error.h>
+#include <fsdp2/fully_shard.h>
+#include <fsdp2/log.h>
+#include <fsdp2/meta_init.h>
+#include <fsdp2/module.h>
+#include <fsdp2/policy.h>
+#include <fsdp2/process_group.h>
+#include <fsdp2/tensor/dtensor.h>
+#include <fsdp2/tensor/placement.h>
+#include <fsdp2/version.h>

@@ -1,0 +1,106 @@
+#include "fsdp/autograd_hooks.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "fsdp/module_state.h"
+#include "fsdp/param_group.h"
+#include "torch_compat.h"
+
+namespace fsdp2::detail {
+
+namespace {
+
+using torch::autograd::variable_list;
+
+/// Identity over the module's inputs. Autograd runs AccumulateGrad nodes first whenever they are ready, so when this
+/// one runs, the gradients of the parameters are there.
+struct PostBackward : torch::autograd::Node {
+  PostBackward(torch::autograd::edge_list&& edges, std::weak_ptr<ParamGroup> group)
+      : Node(std::move(edges)), group_(std::move(group)) {}
+  variable_list apply(variable_list&& gradients) override {
+    if (const auto group = group_.lock()) {
+      group->post_backward(false);
+    }
+    return std::move(gradients);
+  }
+  std::string name() const override { return "fsdp2::PostBackward"; }
+
+ private:
+  std::weak_ptr<ParamGroup> group_;
+};
+
+struct PreBackward : torch::autograd::FunctionPreHook {
+  explicit PreBackward(std::weak_ptr<ModuleState> state) : state_(std::move(state)) {}
+  variable_list operator()(const variable_list& gradients) override {
+    if (const auto state = state_.lock()) {
+      state->pre_backward();
+    }
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<ModuleState> state_;
+};
+
+}  // namespace
+
+void attach_post_backward(const TensorPointers& inputs, const std::shared_ptr<ParamGroup>& group) {
+  if (!at::GradMode::is_enabled()) {
+    return;
+  }
+  const auto takes_part = [](const at::Tensor* tensor) {
+    return tensor->defined() && tensor->requires_grad() && !is_marked(*tensor);
+  };
+  torch::autograd::edge_list edges;
+  for (const at::Tensor* tensor : inputs) {
+    if (takes_part(tensor)) {
+      edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
+    }
+  }
+  if (edges.empty()) {
+    return;
+  }
+  const auto node = make_node<PostBackward>(std::move(edges), group);
+  for (at::Tensor* tensor : inputs) {
+    if (!takes_part(tensor)) {
+      continue;
+    }
+    // A view made without grad mode: an in-place operator on it inside forward throws, where a detached alias would
+    // silently give a wrong gradient.
+    at::Tensor alias;
+    {
+      const at::NoGradGuard no_grad;
+      alias = tensor->view_as(*tensor);
+    }
+    torch::autograd::impl::set_gradient_edge(alias, {node, node->add_input_metadata(alias)});
+    *tensor = std::move(alias);
+  }
+}
+
+bool attach_pre_backward(const TensorPointers& outputs, const std::shared_ptr<ModuleState>& state) {
+  if (!at::GradMode::is_enabled()) {
+    return false;
+  }
+  c10::SmallVector<torch::autograd::Node*, 4> hooked;
+  for (at::Tensor* tensor : outputs) {
+    if (!tensor->defined() || !tensor->requires_grad() || is_marked(*tensor)) {
+      continue;
+    }
+    if (!tensor->grad_fn()) {
+      *tensor = tensor->view_as(*tensor);  // a leaf would keep the hook for ever
+    }
+    torch::autograd::Node* node = tensor->grad_fn().get();
+    if (std::find(hooked.begin(), hooked.end(), node) == hooked.end()) {
+      node->add_tensor_pre_hook(std::make_unique<PreBackward>(state));
+      hooked.push_back(node);
+    }
+  }
+  return !hooked.empty();
+}
+
+}  // namespace fsdp2::detail

@@ -1,0 +1,143 @@
+#include "fsdp/fsdp_param.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
+
+#include <fsdp2/error.h>
+
+#include "fsdp/unsharded_memory.h"
+
+namespace fsdp2::detail {
+
+// Note [One TensorImpl for life]
+// The module's member, the registered parameter, the optimizer's entry and autograd's leaf are one TensorImpl, for
+// ever. Sharding and gathering swap only its data, with TensorImpl::shallow_copy_from, which leaves autograd meta,
+// hooks and the version counter alone (set_data would reset the AccumulateGrad node when dtypes differ).
+// The whole data lies over one storage per parameter, whose memory comes and goes: views that autograd saved alias
+// that storage and are valid again after the next gather.
+
+FSDPParam::FSDPParam(const Tensor& param, std::string fqn, const DeviceMesh& mesh)
+    : param_(param.getIntrusivePtr()), mesh_(mesh), sizes_(param.sizes().vec()) {
+  set_fqn(std::move(fqn));
+  for (size_t dim = 1; dim < sizes_.size(); ++dim) {
+    row_numel_ *= sizes_[dim];
+  }
+  const int64_t size = mesh_.size(0);
+  padded_rows_ = (sizes_[0] + size - 1) / size;
+  own_rows_ = chunk_range(sizes_[0], size, mesh_.get_local_rank(0)).length;
+}
+
+Tensor FSDPParam::param() const {
+  auto impl = param_.lock();
+  return impl ? Tensor(std::move(impl)) : Tensor();
+}
+
+bool FSDPParam::requires_grad() const {
+  const Tensor alive = param();
+  return alive.defined() && alive.requires_grad();
+}
+
+void FSDPParam::set_fqn(std::string fqn) {
+  fqn_ = std::move(fqn);
+  freed_message_ = c10::str("[fsdp] the gathered data of parameter ", fqn_,
+                            " was used after it was freed: it is resharded now. Use it inside the module's forward, or "
+                            "call unshard() first");
+  if (sharded_.defined()) {
+    spec_of(sharded_)->fqn = fqn_;
+  }
+}
+
+Tensor FSDPParam::local_view_of(const Tensor& slot) const {
+  std::vector<int64_t> shape = sizes_;
+  shape[0] = own_rows_;
+  // variable_data(): a version counter of its own, so that edits of one parameter are told from another's.
+  return slot.narrow(0, 0, own_rows_ * row_numel_).view(shape).variable_data();
+}
+
+void FSDPParam::set_sharded(Tensor local) {
+  sharded_ = make_dtensor(std::move(local), mesh_, {Shard{0}}, sizes_, fqn_);
+  whole_ = Tensor();
+  whole_is_shard_ = false;
+  if (const Tensor alive = param(); alive.defined() && !unsharded_) {
+    alive.unsafeGetTensorImpl()->shallow_copy_from(sharded_.getIntrusivePtr());
+  }
+}
+
+std::optional<Tensor> FSDPParam::foreign_local() const {
+  const Tensor alive = param();
+  if (!alive.defined() || unsharded_) {
+    return std::nullopt;
+  }
+  const DTensorSpec* spec = spec_of(alive);
+  FSDP2_CHECK(spec != nullptr, kUsage, "[fsdp] the data of sharded parameter ", fqn_,
+              " was replaced by a plain tensor of shape ", alive.sizes(),
+              "; load into it with dcp::load or set_model_state_dict, or assign a DTensor of its layout");
+  const DTensorSpec& ours = sharded_spec();
+  if (spec == &ours || spec->local.is_same(ours.local)) {
+    return std::nullopt;
+  }
+  FSDP2_CHECK(spec->placements == ours.placements && spec->sizes == ours.sizes && spec->mesh == ours.mesh &&
+                  spec->local.sizes() == ours.local.sizes(),
+              kUsage, "[fsdp] the data of sharded parameter ", fqn_, " was replaced by a DTensor of layout ",
+              to_string(spec->placements), " and global shape ", at::IntArrayRef(spec->sizes), "; expected ",
+              to_string(ours.placements), " and ", at::IntArrayRef(ours.sizes));
+  return spec->local;
+}
+
+const Tensor& FSDPParam::whole(at::ScalarType dtype) {
+  if (!whole_.defined() || whole_.scalar_type() != dtype || whole_is_shard_) {
+    whole_ = make_released(sizes_, at::TensorOptions(dtype).device(device()),
+                           freed_message_);
+    whole_is_shard_ = false;
+  }
+  return whole_;
+}
+
+void FSDPParam::alias_whole_to_shard() {
+  if (!whole_is_shard_) {
+    const c10::InferenceMode normal_tensors(false);
+    whole_ = local().variable_data();
+    whole_is_shard_ = true;
+  }
+}
+
+void FSDPParam::acquire_whole() { acquire_unsharded(whole_); }
+
+void FSDPParam::to_unsharded() {
+  unsharded_ = true;
+  if (const Tensor alive = param(); alive.defined()) {
+    alive.unsafeGetTensorImpl()->shallow_copy_from(whole_.getIntrusivePtr());
+    whole_version_ = alive._version();
+  }
+}
+
+void FSDPParam::check_unsharded() const {
+  const Tensor alive = param();
+  if (!unsharded_ || !alive.defined()) {
+    return;
+  }
+  const bool same_data = !is_marked(alive) && alive.storage().unsafeGetStorageImpl() == whole_.storage().unsafeGetStorageImpl() &&
+                         alive.scalar_type() == whole_.scalar_type() && alive.sizes() == whole_.sizes();
+  FSDP2_CHECK(same_data, kUsage, "[fsdp] the data of parameter ", fqn_, " was replaced while it was unsharded (now ",
+              alive.scalar_type(), " ", alive.sizes(), " on ", alive.device(),
+              "), e.g. by module->to(): the change would be lost. Call reshard() on its module first, then convert");
+  FSDP2_CHECK(alive._version() == whole_version_, kUsage, "[fsdp] parameter ", fqn_,
+              " was written in place while it was unsharded: the write would be lost. Call reshard() on its module "
+              "first, then write into the sharded parameter");
+}
+
+void FSDPParam::to_sharded() {
+  unsharded_ = false;
+  if (const Tensor alive = param(); alive.defined()) {
+    alive.unsafeGetTensorImpl()->shallow_copy_from(sharded_.getIntrusivePtr());
+  }
+  if (!whole_is_shard_) {
+    release_unsharded(whole_, freed_message_);
+  }
+}
+
+bool FSDPParam::is_unwritten() const {
+  return unwritten_version_ && local().numel() > 0 && local()._version() == *unwritten_version_;
+}
+
+}  // namespace fsdp2::detail
