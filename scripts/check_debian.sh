@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Both commands of the README in a fresh Debian 12: debootstrap, a clone of HEAD, `make demo`, `make test`. Needs root.
+#
+# Environment: ROOT_FOLDER (build/debian12) is made anew unless KEEP_ROOT=1. BIND: host folders, separated by spaces,
+# that pip's configuration points to; they are shown read-only at the same place. COMMANDS: default "make demo;make test".
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+root=${ROOT_FOLDER:-$PWD/build/debian12}
+commands=${COMMANDS:-make demo;make test}
+[ "$(id -u)" = 0 ] || { echo "check_debian.sh: needs root, for debootstrap and chroot" >&2; exit 1; }
+command -v debootstrap >/dev/null || apt-get -qq install -y --no-install-recommends debootstrap
+
+# In a mount namespace of its own, so that nothing stays mounted, however this ends.
+if [ "${IN_NAMESPACE:-}" != 1 ]; then
+  IN_NAMESPACE=1 exec unshare --mount --pid --fork scripts/check_debian.sh
+fi
+
+if [ "${KEEP_ROOT:-}" != 1 ] || [ ! -x "$root/usr/bin/apt-get" ]; then
+  rm -rf --one-file-system "$root"
+  mkdir -p "$root"
+  debootstrap --variant=minbase bookworm "$root" ${MIRROR:+"$MIRROR"} > "$root.log"
+fi
+mount -t proc proc "$root/proc"
+mount --rbind --make-rslave /dev "$root/dev"
+mount -t tmpfs tmpfs "$root/tmp"
+cp -L /etc/resolv.conf "$root/etc/resolv.conf"
+
+# How this machine reaches package archives; nothing else of it is seen inside.
+for file in /etc/pip.conf /etc/ssl/certs/ca-certificates.crt; do
+  if [ -f "$file" ]; then mkdir -p "$root$(dirname "$file")" && cp "$file" "$root$file"; fi
+done
+for folder in ${BIND:-}; do
+  mkdir -p "$root$folder"
+  mount --bind -o ro "$folder" "$root$folder"
+done
+
+rm -rf "$root/root/project"
+git clone -q . "$root/root/project"
+
+inside() {
+  env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
+    $(env | grep -iE '^(https?_proxy|no_proxy|pip_[a-z_]+)=' || true) chroot "$root" sh -c "$1"
+}
+inside 'apt-get -qq update && apt-get -qq install -y --no-install-recommends git make ca-certificates >/dev/null'
+status=0
+while IFS= read -r command; do
+  echo "== $command"
+  start=$SECONDS
+  if inside "cd /root/project && $command"; then result=ok; else result=FAILED status=1; fi
+  echo "== $command: $result after $((SECONDS - start)) s"
+done < <(tr ';' '\n' <<< "$commands")
+exit $status

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Compiles library, program and examples against another libtorch, in an environment of its own, and loads the result.
+# Usage: check_torch.sh VERSION. A CUDA build of torch takes several GB; no CUDA toolkit is needed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+version=${1:?usage: check_torch.sh VERSION}
+environment=.venv-$version
+folder=build/torch-$version
+
+TORCH_ROOT='' scripts/setup.sh >/dev/null 2>&1 || scripts/setup.sh
+if [ ! -e "$environment/.complete" ]; then
+  echo "making $environment with torch==$version"
+  python3 -m venv "$environment"
+  "$environment/bin/pip" install --quiet --disable-pip-version-check "torch==$version"
+  touch "$environment/.complete"
+fi
+
+cmake -G Ninja -S . -B "$folder" -DCMAKE_BUILD_TYPE=Release "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG" \
+  -DCMAKE_PREFIX_PATH="$PWD/$environment" -DTORCH_ROOT= -DFSDP2_BUILD_TESTS=OFF
+grep -q "^TORCH_ROOT:PATH=$PWD/$environment/" "$folder/CMakeCache.txt" || { echo "took another libtorch" >&2; exit 1; }
+cmake --build "$folder" -j "${JOBS:-2}" --target programs
+
+if ldd -r "$folder/lib/libfsdp2.so" | grep -E 'not found|undefined symbol'; then
+  echo "check-torch: libfsdp2.so does not load with torch $version" >&2
+  exit 1
+fi
+nccl=without
+if nm -DC "$folder/lib/libfsdp2.so" | grep -q 'U.*ProcessGroupNCCL'; then nccl=with; fi
+echo "check-torch: builds and loads with torch $version, $nccl NCCL"
