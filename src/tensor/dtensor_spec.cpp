@@ -272,6 +272,11 @@ const Tensor& local_of(const Tensor& tensor) {
   return spec->local;
 }
 
+Tensor make_dtensor_result(const DTensorSpec& like, Tensor local) {
+  const LeaveInferenceMode off;
+  return new_marked_tensor(c10::make_intrusive<DTensorSpec>(like.layout, std::move(local), like.fqn));
+}
+
 Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor local, std::string fqn) {
   FSDP2_CHECK(local.defined() && !is_marked(local), kInvalidArgument, "[dtensor] the local part of '", fqn,
               "' must be a plain tensor");
@@ -283,7 +288,13 @@ Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor loc
     BelowDTensor below;
     local = local.detach();
   }
-  return new_marked_tensor(c10::make_intrusive<DTensorSpec>(std::move(layout), std::move(local), std::move(fqn)));
+  auto spec = c10::make_intrusive<DTensorSpec>(std::move(layout), std::move(local), std::move(fqn));
+  Tensor result = new_marked_tensor(spec);
+  // Sizes and storage are not operators, so nothing but libtorch itself can stop torch::save or data_ptr().
+  result.unsafeGetTensorImpl()->release_storage_and_set_meta_custom_data_ptr_error_msg_(
+      c10::str("[dtensor] the storage of ", describe(*spec), " was asked for (data_ptr(), accessor, torch::save): a "
+               "DTensor has none; use to_local() or full_tensor(), and fsdp2::dcp::save to save"));
+  return result;
 }
 
 Tensor make_dtensor(Tensor local, DeviceMesh mesh, std::vector<Placement> placements, std::vector<int64_t> sizes,

@@ -101,6 +101,9 @@ Tensor make_dtensor(Tensor local, DeviceMesh mesh, std::vector<Placement> placem
                     std::string fqn = {});
 /// The same layout and fqn over other local data (same shape; dtype and device may differ).
 Tensor make_dtensor_like(const DTensorSpec& layout, Tensor local);
+/// The same for results of operators: `local` is known to be plain and to fit, and the text for storage access is
+/// libtorch's, which costs less.
+Tensor make_dtensor_result(const DTensorSpec& like, Tensor local);
 Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor local, std::string fqn);
 /// Another tensor over the same spec (what detach() and .data() give).
 Tensor make_dtensor_alias(const Tensor& marked);

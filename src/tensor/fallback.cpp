@@ -69,7 +69,7 @@ Tensor wrap(const OperatorCall& call, const DTensorSpec& like, Tensor local) {
   FSDP2_CHECK(local.sizes() == like.local.sizes() && local.layout() == at::kStrided, kUnsupported, "[dtensor] ",
               operator_text(call.op), " on ", describe(like), " gave a part of shape ", local.sizes(), ", ",
               local.layout(), " where ", like.local.sizes(), " was due: the result has no such layout");
-  return make_dtensor_like(like, std::move(local));
+  return make_dtensor_result(like, std::move(local));
 }
 
 // ---- One layout, single tensors
@@ -327,6 +327,12 @@ void run_elementwise(OperatorCall& call) { Operands(call).run(); }
 void run_foreach(OperatorCall& call) { Positions(call).run(); }
 
 void run_alias(OperatorCall& call) {
+  const auto& self = call.arg(0).toTensor();
+  check_grad(call, self, *spec_of(self));
+  run_detach(call);
+}
+
+void run_detach(OperatorCall& call) {
   Tensor result = make_dtensor_alias(call.arg(0).toTensor());
   call.drop_args();
   call.stack.emplace_back(std::move(result));

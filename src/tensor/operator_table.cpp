@@ -189,10 +189,11 @@ void add_copies(TableBuilder& table) {
              {"aten::ones_like", "out"}, {"aten::zeros_like", "out"}, {"aten::full_like", ""},
              {"aten::full_like", "out"}, {"aten::isin", "Tensor_Scalar"}},
             local);
-  table.add({{"aten::detach", ""}, {"aten::alias", ""}}, run_alias, OnPartial::kIdentity);
+  table.add({{"aten::detach", ""}}, run_detach, OnPartial::kIdentity);
+  table.add({{"aten::alias", ""}}, run_alias, OnPartial::kIdentity);
   table.add({{"aten::contiguous", ""}}, run_contiguous, OnPartial::kIdentity);
   table.add({{"aten::to", "dtype"}, {"aten::to", "dtype_layout"}, {"aten::to", "device"}, {"aten::to", "other"},
-             {"aten::_to_copy", ""}, {"aten::type_as", ""}, {"aten::cpu", ""}, {"aten::cuda", ""}},
+             {"aten::_to_copy", ""}, {"aten::type_as", ""}},
             run_cast, OnPartial::kIdentity);
   table.add({{"aten::requires_grad_", ""}, {"aten::detach_", ""}, {"aten::is_leaf", ""}, {"aten::output_nr", ""},
              {"aten::_version", ""}, {"aten::retain_grad", ""}, {"aten::retains_grad", ""}, {"aten::size", "int"},

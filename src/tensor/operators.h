@@ -73,7 +73,8 @@ const std::vector<OperatorRow>& operator_rows();
 // Handlers.
 void run_elementwise(OperatorCall& call);   // on the locals; results keep the layout
 void run_foreach(OperatorCall& call);       // the same, position by position of lists
-void run_alias(OperatorCall& call);         // detach, alias
+void run_alias(OperatorCall& call);
+void run_detach(OperatorCall& call);
 void run_contiguous(OperatorCall& call);    // the tensor itself
 void run_cast(OperatorCall& call);          // dtype or device; differentiable
 void run_on_marked(OperatorCall& call);     // reads or changes the TensorImpl, not the values

@@ -1,7 +1,10 @@
 // labels: ranks
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
-#include <torch/nn/modules/linear.h>
+#include <torch/torch.h>
+
+#include <sstream>
+#include <string>
 
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/error.h>
@@ -62,8 +65,36 @@ RANKS_TEST(DTensor, RoundTripsOnThreeRanks, 3) { round_trips(); }
 RANKS_TEST(DTensor, StorageAccessThrows, 2) {
   const auto tensor = distribute_tensor(counting({4, 3}), world_mesh(), {Shard{0}}).tensor();
   EXPECT_THROW(tensor.data_ptr<float>(), c10::Error);
+  EXPECT_THROW((tensor.add(1).data_ptr<float>()), c10::Error);
+  EXPECT_THROW((tensor.accessor<float, 2>()), c10::Error);
   EXPECT_THROW(tensor.storage(), c10::Error);
   EXPECT_TRUE(tensor.is_contiguous());
+}
+
+RANKS_TEST(DTensor, TorchSaveThrows, 2) {
+  torch::nn::Linear layer(3, 4);
+  std::ostringstream plain;
+  torch::save(layer, plain);
+  torch::nn::Linear again(3, 4);
+  std::istringstream stream(plain.str());
+  torch::load(again, stream);
+  expect_equal(again->weight.detach(), layer->weight.detach());
+  distribute_parameter(layer, "weight", world_mesh(), {Shard{0}});
+  const auto text_of = [](auto&& save) -> std::string {
+    try {
+      save();
+      return "no error";
+    } catch (const c10::Error& error) {
+      return error.what_without_backtrace();
+    }
+  };
+  std::ostringstream sharded;
+  for (const auto& text : {text_of([&] { torch::save(layer, sharded); }), text_of([&] {
+                             torch::save(layer->weight, sharded);
+                           })}) {
+    EXPECT_NE(text.find("'weight'"), std::string::npos) << text;
+    EXPECT_NE(text.find("dcp::save"), std::string::npos) << text;
+  }
 }
 
 RANKS_TEST(DTensor, ParameterStaysOneTensorImpl, 2) {

@@ -1,0 +1,205 @@
+#include <fsdp2/clip_grad.h>
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include <fsdp2/error.h>
+#include <fsdp2/process_group.h>
+
+#include "fsdp/ignored_params.h"
+#include "process/collectives.h"
+#include "tensor/dtensor_spec.h"
+#include "tensor/redistribute.h"
+
+namespace fsdp2 {
+namespace {
+
+using detail::DTensorSpec;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// A norm as something that adds up: sum of powers, count, largest or smallest.
+class NormSum {
+ public:
+  explicit NormSum(double order) : order_(order) {}
+
+  double neutral() const { return order_ == -kInfinity ? kInfinity : 0.0; }
+  double add(double first, double second) const {
+    if (std::isnan(first) || std::isnan(second)) return std::numeric_limits<double>::quiet_NaN();
+    if (order_ == kInfinity) return std::max(first, second);
+    if (order_ == -kInfinity) return std::min(first, second);
+    return first + second;
+  }
+  double of_norm(double norm) const {
+    return std::isinf(order_) || order_ == 0.0 ? norm : std::pow(norm, order_);
+  }
+  double to_norm(double sum) const {
+    return std::isinf(order_) || order_ == 0.0 ? sum : std::pow(sum, 1.0 / order_);
+  }
+
+ private:
+  double order_;
+};
+
+struct MeshPart {
+  DeviceMesh mesh;
+  std::vector<const DTensorSpec*> gradients;
+  std::vector<int64_t> split_axes;  // along which some gradient is cut; sorted
+};
+
+struct Gradients {
+  std::vector<MeshPart> meshes;
+  std::vector<Tensor> plain;  // counted once, on every rank by itself
+  std::vector<Tensor> all;    // locals and plain ones, to be scaled
+};
+
+MeshPart& part_of(std::vector<MeshPart>& parts, const DTensorSpec& spec) {
+  auto found = std::find_if(parts.begin(), parts.end(), [&](const MeshPart& part) { return part.mesh == spec.mesh; });
+  if (found == parts.end()) found = parts.insert(parts.end(), MeshPart{spec.mesh, {}, {}});
+  for (const int64_t axis : spec.layout->sharded_axes()) {
+    auto& axes = found->split_axes;
+    if (!std::binary_search(axes.begin(), axes.end(), axis)) {
+      axes.insert(std::upper_bound(axes.begin(), axes.end(), axis), axis);
+    }
+  }
+  return *found;
+}
+
+void check_no_plain_beside(const std::vector<Tensor>& params, const DTensorSpec* neighbour) {
+  if (neighbour == nullptr) return;
+  for (size_t position = 0; position < params.size(); ++position) {
+    const Tensor& param = params[position];
+    if (!param.grad().defined() || detail::is_marked(param) || detail::is_marked(param.grad()) ||
+        detail::is_ignored_param(param)) {
+      continue;
+    }
+    FSDP2_THROW(kUsage, "[clip_grad] parameter ", position, " of shape ", param.sizes(),
+                " is a plain tensor beside DTensors such as ", detail::describe(*neighbour),
+                ": nothing reduces its gradient, so it differs between the ranks; call fully_shard on the module that "
+                "owns it (often the root), or list it in ignored_params if it is meant to stay plain");
+  }
+}
+
+Gradients collect(const std::vector<Tensor>& params) {
+  Gradients result;
+  const DTensorSpec* neighbour = nullptr;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (size_t position = 0; position < params.size(); ++position) {
+    const Tensor& param = params[position];
+    FSDP2_CHECK(param.defined(), kInvalidArgument, "[clip_grad] parameter ", position, " is an empty tensor");
+    if (!seen.insert(param.unsafeGetTensorImpl()).second) continue;
+    const Tensor& grad = param.grad();
+    const auto* spec = detail::spec_of(grad.defined() && detail::is_marked(grad) ? grad : param);
+    if (spec != nullptr) {
+      FSDP2_CHECK(!spec->has_partial(), kUsage, "[clip_grad] the gradient of ", detail::describe(*spec),
+                  " waits for its reduction: call synchronize_gradients() before clipping");
+      if (neighbour == nullptr) neighbour = spec;
+      auto& part = part_of(result.meshes, *spec);
+      if (!grad.defined()) continue;
+      FSDP2_CHECK(detail::is_marked(grad), kUsage, "[clip_grad] the gradient of ", detail::describe(*spec),
+                  " is a plain tensor of shape ", grad.sizes(), ": it must be a DTensor like its parameter");
+      part.gradients.push_back(spec);
+      result.all.push_back(spec->local);
+    } else if (grad.defined()) {
+      Tensor values = grad;
+      if (grad.is_sparse()) {
+        // Uncoalesced entries of one element would be counted each by itself.
+        values = grad.is_coalesced() ? grad : grad.coalesce();
+        if (!grad.is_coalesced()) param.mutable_grad() = values;
+        values = values._values();
+      }
+      result.plain.push_back(values);
+      result.all.push_back(values);
+    }
+  }
+  check_no_plain_beside(params, neighbour);
+  return result;
+}
+
+double sum_of(const std::vector<Tensor>& tensors, double order, const NormSum& sum) {
+  std::vector<Tensor> norms;
+  for (const auto& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    const auto dtype = tensor.scalar_type();
+    const bool is_short = dtype == at::kHalf || dtype == at::kBFloat16;
+    norms.push_back(at::linalg_vector_norm(tensor.detach(), order, std::nullopt, false,
+                                           is_short ? std::optional(at::kFloat) : std::nullopt)
+                        .to(at::kDouble));
+  }
+  double total = sum.neutral();
+  if (norms.empty()) return total;
+  const Tensor all = at::stack(norms).cpu();  // one wait for the device
+  const auto* values = all.const_data_ptr<double>();
+  for (int64_t index = 0; index < all.numel(); ++index) total = sum.add(total, sum.of_norm(values[index]));
+  return total;
+}
+
+/// The sum over the ranks of the mesh, from one gather, so that every rank adds in the same order.
+double sum_over_mesh(const MeshPart& part, double order, const NormSum& sum) {
+  // Several cut axes need one gather only where the mesh is the whole job, in which order does not matter.
+  const bool whole_job = part.split_axes.size() > 1 && part.mesh.size() == get_world_size();
+  const auto axes = whole_job ? detail::all_axes(part.mesh) : part.split_axes;
+  const auto coordinate = detail::coordinate_of_this_rank(part.mesh);
+  std::vector<Tensor> counted;
+  for (const auto* spec : part.gradients) {
+    // Of the ranks that are asked and hold the same elements, the first one counts them.
+    const bool first = std::all_of(axes.begin(), axes.end(), [&](int64_t axis) {
+      return !std::holds_alternative<Replicate>(spec->placements[axis]) || coordinate[axis] == 0;
+    });
+    if (first) counted.push_back(spec->local);
+  }
+  const Tensor mine = at::full({1}, sum_of(counted, order, sum), at::kDouble).to(detail::control_device(part.mesh));
+  Tensor all;
+  if (whole_job) {
+    all = at::empty({part.mesh.size()}, mine.options());
+    detail::all_gather(all, mine, default_group(), {"clip_grad_norm_"}).wait();
+  } else {
+    all = detail::gather_over_axes(mine, part.mesh, axes, "clip_grad_norm_").reshape({-1});
+  }
+  all = all.cpu();
+  double total = sum.neutral();
+  for (int64_t index = 0; index < all.numel(); ++index) {
+    total = sum.add(total, all.const_data_ptr<double>()[index]);
+  }
+  return total;
+}
+
+}  // namespace
+
+Tensor clip_grad_norm_(const std::vector<Tensor>& params, double max_norm, double norm_type, bool error_if_nonfinite) {
+  FSDP2_CHECK(!std::isnan(max_norm) && max_norm >= 0, kInvalidArgument, "[clip_grad] max_norm is ", max_norm,
+              "; it must be 0 or more");
+  FSDP2_CHECK(!std::isnan(norm_type), kInvalidArgument, "[clip_grad] norm_type is NaN; any other order is allowed");
+  at::NoGradGuard no_grad;
+  detail::BelowDTensor below;
+  const Gradients gradients = collect(params);
+  const NormSum sum(norm_type);
+  double total = sum_of(gradients.plain, norm_type, sum);
+  for (const auto& part : gradients.meshes) {
+    total = sum.add(total, sum_over_mesh(part, norm_type, sum));
+  }
+  total = sum.to_norm(total);
+  FSDP2_CHECK(!error_if_nonfinite || std::isfinite(total), kInvalidArgument, "[clip_grad] the total norm of order ",
+              norm_type, " of the gradients is ", total, "; nothing was scaled");
+
+  const bool any_double = std::any_of(gradients.all.begin(), gradients.all.end(), [](const Tensor& tensor) {
+    return tensor.scalar_type() == at::kDouble;
+  });
+  const auto device = gradients.all.empty() ? c10::Device(at::kCPU) : gradients.all[0].device();
+  const Tensor norm = at::full({}, total, at::TensorOptions().dtype(any_double ? at::kDouble : at::kFloat));
+  const Tensor coefficient = at::clamp_max(at::div(at::full({}, max_norm, norm.options()), norm.add(1e-6)), 1.0);
+  // A NaN norm makes every gradient NaN, as in PyTorch.
+  const double scale = coefficient.item<double>();
+  if (scale != 1.0) {
+    for (auto tensor : gradients.all) tensor.mul_(scale);
+  }
+  return norm.to(device);
+}
+
+}  // namespace fsdp2
