@@ -66,7 +66,6 @@ Stat read_stat(const std::string& folder) {
   char byte;
   while (read(alive_fd, &byte, 1) < 0 && errno == EINTR) {
   }
-  // Twice: a process may have been between fork and exec, unseen, during the first sweep.
   kill_run_processes(unique_id, 0, {}, 4.0);
   std::error_code ignored;
   if (!scratch_folder.empty()) std::filesystem::remove_all(scratch_folder, ignored);
