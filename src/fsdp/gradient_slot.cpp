@@ -91,7 +91,8 @@ void GradientSlot::reconcile(Tensor& param, const std::string& fqn) {
     return;
   }
   const Tensor& slot = param.mutable_grad();
-  if (slot.defined() && slot.unsafeGetTensorImpl() == shown_.unsafeGetTensorImpl()) {
+  // By the data: zero_grad(false) replaces the slot by slot.detach().
+  if (is_marked(slot) && local_of(slot).is_same(pending_)) {
     if (pending_._version() == pending_version_ || !reduced_.defined()) {
       return;
     }

@@ -80,6 +80,18 @@ std::vector<BackendChoice> parse_backend(const std::string& text) {
   return choices;
 }
 
+/// A rank that is done early must not close its connections while another one still connects.
+void wait_until_connected(c10d::Store& store, int size, std::chrono::milliseconds timeout) {
+  try {
+    if (store.add("connected", 1) == size) {
+      store.set("all_connected", "1");
+    }
+    store.wait({"all_connected"}, timeout);
+  } catch (...) {
+    rethrow_c10d_error("waiting for all ranks to connect");
+  }
+}
+
 ProcessGroup make_group(const World& world, const std::string& name, int rank, int size) {
   auto store = c10::make_intrusive<c10d::PrefixStore>(name, world.store);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
@@ -107,6 +119,7 @@ ProcessGroup make_group(const World& world, const std::string& name, int rank, i
   const bool default_is_nccl = choices.front().name == "nccl";
   group->setDefaultBackend(default_is_nccl ? c10d::ProcessGroup::NCCL : c10d::ProcessGroup::GLOO);
   group->setGroupName(name);
+  wait_until_connected(*store, size, world.timeout);
   return group;
 }
 
