@@ -3,6 +3,7 @@
 # Comments at the start of a line steer it, the first of each kind counts:
 #   // labels: ranks, slow      ctest labels; default: fast
 #   // timeout: 600             seconds for the whole executable; default: 300
+#   // libraries: fsdp2_llama   more targets to link, e.g. of the examples
 #   // processors: 4            what ctest -j counts it as; default: 2 for `ranks` and `peer`, else 1
 # A test that includes a private header ("process/collectives.h") is linked with the objects of the library, whose
 # internal symbols libfsdp2.so does not export; all others with libfsdp2.so.
@@ -31,8 +32,17 @@ function(fsdp2_add_test file)
     endif()
   endforeach()
 
+  _fsdp2_test_setting("${file}" libraries "" more_libraries)
+  string(REGEX REPLACE " *, *" ";" more_libraries "${more_libraries}")
+  foreach(more IN LISTS more_libraries)
+    if(NOT TARGET ${more})
+      message(STATUS "No test ${name}: it needs ${more}, which is not built here")
+      return()
+    endif()
+  endforeach()
+
   add_executable(${target} "${file}")
-  target_link_libraries(${target} PRIVATE ${library} fsdp2_test_support GTest::gtest_main)
+  target_link_libraries(${target} PRIVATE ${library} ${more_libraries} fsdp2_test_support GTest::gtest_main)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/tests" "${PROJECT_SOURCE_DIR}/src")
   fsdp2_use_precompiled_header(${target} fsdp2_torch_header)
   set_target_properties(${target} PROPERTIES

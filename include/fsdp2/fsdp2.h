@@ -2,6 +2,7 @@
 
 // Everything that a training program needs.
 
+#include <fsdp2/clip_grad.h>
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/error.h>
 #include <fsdp2/fully_shard.h>

@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include "fsdp/module_state.h"
+#include "fsdp/reshard_all.h"
 
 namespace fsdp2::detail {
 
@@ -93,6 +94,14 @@ std::vector<std::shared_ptr<ModuleState>> states_under(const torch::nn::Module& 
   std::vector<std::shared_ptr<ModuleState>> states;
   collect_states(module, seen, states);
   return states;
+}
+
+void reshard_all(const torch::nn::Module& module) {
+  for (const auto& state : states_under(module)) {
+    if (state->group) {
+      state->group->reshard();
+    }
+  }
 }
 
 }  // namespace fsdp2::detail

@@ -15,6 +15,7 @@
 #include <fsdp2/module.h>
 
 #include "fsdp/module_state.h"
+#include "fsdp/reshard_all.h"
 #include "module/written.h"
 #include "tensor/random.h"
 #include "tensor/redistribute.h"
@@ -207,11 +208,7 @@ class Resetter {
 }  // namespace
 
 void reset_parameters(ModuleRef module) {
-  for (const auto& state : detail::states_under(*module)) {
-    if (state->group) {
-      state->group->reshard();
-    }
-  }
+  detail::reshard_all(*module);
   for (const Tensor& param : module->parameters()) {
     FSDP2_CHECK(!param.defined() || !param.is_meta(), kUsage, "[meta] reset_parameters: ", module->name(),
                 " still has parameters on the meta device; call to_empty(model, device) first");
