@@ -1,28 +1,46 @@
 // A program outside the library's tree: everything it needs comes from find_package(fsdp2).
 
-#include <fsdp2/device_mesh.h>
-#include <fsdp2/error.h>
-#include <fsdp2/process_group.h>
-
+#include <fsdp2/fsdp2.h>
 #include <torch/torch.h>
 
 #include <cstdlib>
 #include <iostream>
+
+struct MlpImpl : torch::nn::Module {
+  MlpImpl() {
+    up = register_module("up", torch::nn::Linear(8, 32));
+    down = register_module("down", torch::nn::Linear(32, 8));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return down(torch::gelu(up(x))); }
+  torch::nn::Linear up{nullptr}, down{nullptr};
+};
+FSDP2_MODULE(Mlp);
 
 int main() {
   try {
     // Alone unless a launcher says otherwise.
     fsdp2::ProcessGroupOptions options;
     if (std::getenv("RANK") == nullptr) {
-      options = {.init_method = "tcp://127.0.0.1:29511", .rank = 0, .world_size = 1};
+      options = {.init_method = "tcp://127.0.0.1:0", .rank = 0, .world_size = 1};
     }
     fsdp2::init_process_group(options);
-    const auto mesh = fsdp2::init_device_mesh(torch::kCPU, {fsdp2::get_world_size()}, {"shard"});
+    torch::manual_seed(0);
+    Mlp model;
+    fsdp2::fully_shard(model);
+    torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
 
-    torch::Tensor value = torch::ones({4});
-    fsdp2::all_reduce(value, fsdp2::ReduceOp::SUM, mesh.get_group("shard"));
+    const torch::Tensor input = torch::randn({16, 8});
+    double first = 0, last = 0;
+    for (int step = 0; step < 10; ++step) {
+      const torch::Tensor loss = torch::mse_loss(model(input), input);
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      last = loss.item<double>();
+      if (step == 0) first = last;
+    }
     if (fsdp2::get_rank() == 0) {
-      std::cout << "ranks: " << mesh.size() << ", sum: " << value.sum().item<float>() << '\n';
+      std::cout << "ranks: " << fsdp2::get_world_size() << ", loss fell: " << std::boolalpha << (last < first) << '\n';
     }
     fsdp2::destroy_process_group();
   } catch (const fsdp2::Error& error) {

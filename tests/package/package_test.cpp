@@ -58,7 +58,11 @@ TEST_F(Package, AConsumerBuildsAndRuns) {
   ASSERT_EQ(built.exit_code, 0) << built.output;
   const ProcessResult alone = run_process({build + "/consumer"});
   EXPECT_EQ(alone.exit_code, 0) << alone.output;
-  EXPECT_NE(alone.output.find("ranks: 1, sum: 4"), std::string::npos) << alone.output;
+  EXPECT_NE(alone.output.find("ranks: 1, loss fell: true"), std::string::npos) << alone.output;
+  const ProcessResult together =
+      run_process({prefix() + "/bin/fsdp2", "run", "--standalone", "--nproc-per-node", "2", build + "/consumer"});
+  EXPECT_EQ(together.exit_code, 0) << together.output;
+  EXPECT_NE(together.output.find("ranks: 2, loss fell: true"), std::string::npos) << together.output;
 }
 
 TEST_F(Package, AnotherLibtorchIsAnError) {
