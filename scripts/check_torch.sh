@@ -8,7 +8,7 @@ version=${1:?usage: check_torch.sh VERSION}
 environment=.venv-$version
 folder=build/torch-$version
 
-TORCH_ROOT='' scripts/setup.sh >/dev/null 2>&1 || scripts/setup.sh
+scripts/setup.sh --packages
 if [ ! -e "$environment/.complete" ]; then
   echo "making $environment with torch==$version"
   python3 -m venv "$environment"

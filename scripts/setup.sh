@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes this machine able to build: system packages, and a libtorch where none is found. With --tests also a Python
-# whose torch is the linked release. Doing it twice costs nothing.
+# whose torch is the linked release, with --packages nothing but the packages. Doing it twice costs nothing.
 #
 # Environment: TORCH_ROOT or CMAKE_PREFIX_PATH choose a libtorch; TORCH_VERSION is what .venv gets (default 2.13.0).
 # Writes build/setup.mk for the Makefile.
@@ -72,6 +72,7 @@ make_environment() { # FOLDER PACKAGE...
 find_torch() { IFS=';' read -r torch_root torch_found torch_python < <(cmake -P scripts/print_torch.cmake 2>/dev/null) || true; }
 
 install_packages
+[ "${1:-}" != --packages ] || exit 0
 find_torch
 if [ -z "${torch_root:-}" ]; then
   [ -z "${TORCH_ROOT:-}" ] || fail "TORCH_ROOT is $TORCH_ROOT, which holds no libtorch"

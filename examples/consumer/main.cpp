@@ -3,7 +3,6 @@
 #include <fsdp2/fsdp2.h>
 #include <torch/torch.h>
 
-#include <cstdlib>
 #include <iostream>
 
 struct MlpImpl : torch::nn::Module {
@@ -18,12 +17,7 @@ FSDP2_MODULE(Mlp);
 
 int main() {
   try {
-    // Alone unless a launcher says otherwise.
-    fsdp2::ProcessGroupOptions options;
-    if (std::getenv("RANK") == nullptr) {
-      options = {.init_method = "tcp://127.0.0.1:0", .rank = 0, .world_size = 1};
-    }
-    fsdp2::init_process_group(options);
+    fsdp2::init_process_group();
     torch::manual_seed(0);
     Mlp model;
     fsdp2::fully_shard(model);
