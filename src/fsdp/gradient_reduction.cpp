@@ -68,7 +68,8 @@ void GradientReduction::reduce_alone(std::vector<std::pair<size_t, Tensor>>& gra
 
 void GradientReduction::copy_in(Bucket& bucket, std::vector<std::pair<size_t, Tensor>>& gradients) {
   const int64_t size = group_->size_;
-  bucket.in = at::empty({size, bucket.numel}, at::TensorOptions(bucket.dtype).device(gradients.front().second.device()));
+  const c10::Device device = group_->params_[bucket.members.front().first].device();
+  bucket.in = at::empty({size, bucket.numel}, at::TensorOptions(bucket.dtype).device(device));
   size_t next = 0;
   for (auto& [index, gradient] : gradients) {
     if (next == bucket.members.size() || bucket.members[next].first != index) {

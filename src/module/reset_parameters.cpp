@@ -141,8 +141,7 @@ class WholeWhileReset {
         continue;
       }
       const detail::DTensorSpec& spec = *detail::spec_of(entry.own);
-      Tensor local = spec.local;
-      local.copy_(detail::cut_for_this_rank(entry.tensor.variable_data(), *spec.layout));
+      detail::copy_own_part(spec.local, entry.tensor.variable_data(), *spec.layout);
     }
     restore();
   }

@@ -89,21 +89,20 @@ Tensor gather_over_axes(const Tensor& mine, const DeviceMesh& mesh, const std::v
   return gathered;
 }
 
-Tensor cut(const Tensor& full, const std::vector<Box>& boxes, at::IntArrayRef shape) {
-  const auto narrowed = [&](const Box& box) {
-    Tensor part = full;
-    for (int64_t dim = 0; dim < full.dim(); ++dim) part = part.narrow(dim, box.offsets[dim], box.sizes[dim]);
-    return part;
-  };
-  Tensor result = at::empty(shape, full.options());
-  if (full.device().is_meta() || boxes.empty()) return result;
-  if (boxes.size() == 1) return result.copy_(narrowed(boxes[0]));
+namespace {
+
+/// Writes the parts `boxes` of `full`, as they lie in a local tensor, into `target`.
+void cut_into(const Tensor& target, const Tensor& full, const std::vector<Box>& boxes) {
+  if (full.device().is_meta()) return;
   std::vector<int64_t> offset(full.dim(), 0);
   for (size_t index = 0; index < boxes.size(); ++index) {
     const Box& box = boxes[index];
-    Tensor target = result;
-    for (int64_t dim = 0; dim < full.dim(); ++dim) target = target.narrow(dim, offset[dim], box.sizes[dim]);
-    target.copy_(narrowed(box));
+    Tensor from = full, to = target;
+    for (int64_t dim = 0; dim < full.dim(); ++dim) {
+      from = from.narrow(dim, box.offsets[dim], box.sizes[dim]);
+      to = to.narrow(dim, offset[dim], box.sizes[dim]);
+    }
+    to.copy_(from);
     if (index + 1 == boxes.size()) break;
     const Box& next = boxes[index + 1];
     for (int64_t dim = 0; dim < full.dim(); ++dim) {
@@ -111,12 +110,19 @@ Tensor cut(const Tensor& full, const std::vector<Box>& boxes, at::IntArrayRef sh
       if (next.offsets[dim] < box.offsets[dim]) offset[dim] = 0;
     }
   }
-  return result;
 }
+
+}  // namespace
 
 Tensor cut_for_this_rank(const Tensor& full, const DTensorLayout& layout) {
   const auto coordinate = coordinate_of_this_rank(layout.mesh);
-  return cut(full, layout.chunks(coordinate), layout.local_shape(coordinate));
+  Tensor part = at::empty(layout.local_shape(coordinate), full.options());
+  cut_into(part, full, layout.chunks(coordinate));
+  return part;
+}
+
+void copy_own_part(const Tensor& local, const Tensor& full, const DTensorLayout& layout) {
+  cut_into(local, full, layout.chunks(coordinate_of_this_rank(layout.mesh)));
 }
 
 std::shared_ptr<const DTensorLayout> without_partial(const std::shared_ptr<const DTensorLayout>& layout) {

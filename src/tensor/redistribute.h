@@ -22,10 +22,10 @@ std::vector<int64_t> all_axes(const DeviceMesh& mesh);
 /// Every combination of positions on `axes`, in the order of gather_over_axes; the other axes stay at this rank's.
 std::vector<std::vector<int64_t>> coordinates_over_axes(const DeviceMesh& mesh, const std::vector<int64_t>& axes);
 
-/// The parts `boxes` of `full` as one new contiguous tensor of `shape`.
-Tensor cut(const Tensor& full, const std::vector<Box>& boxes, at::IntArrayRef shape);
-/// This rank's part of `full` under `layout`.
+/// This rank's part of `full` under `layout`, new and contiguous.
 Tensor cut_for_this_rank(const Tensor& full, const DTensorLayout& layout);
+/// The same, written into `local` without another copy.
+void copy_own_part(const Tensor& local, const Tensor& full, const DTensorLayout& layout);
 /// `layout` with every Partial placement turned into Replicate.
 std::shared_ptr<const DTensorLayout> without_partial(const std::shared_ptr<const DTensorLayout>& layout);
 
