@@ -3,6 +3,9 @@
 // Everything that a training program needs.
 
 #include <fsdp2/clip_grad.h>
+#include <fsdp2/dcp/dcp.h>
+#include <fsdp2/dcp/state_dict.h>
+#include <fsdp2/dcp/value.h>
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/error.h>
 #include <fsdp2/fully_shard.h>

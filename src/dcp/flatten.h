@@ -1,0 +1,43 @@
+#pragma once
+
+// Nested state dicts and the flat keys of a checkpoint.
+
+#include <fsdp2/dcp/dcp.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace fsdp2::dcp::detail {
+
+using Path = std::vector<std::variant<std::string, int64_t>>;
+
+struct Leaf {
+  std::string fqn;  // the path joined by dots
+  Path path;
+  Value* value;  // inside of the dict that was flattened
+};
+
+/// A Stateful that flatten() met, and the state that it gave (inside of the dict that was
+/// flattened).
+struct LoadedObject {
+  std::shared_ptr<Stateful> object;
+  StateDict* state;
+};
+
+/// How deep containers are entered: torch 2.4 and later enter every dict; before, only what holds
+/// tensors.
+enum class FlattenStyle { kCurrent, kBefore24 };
+
+/// Unshares what it walks through, so that leaves can be assigned. kInvalidArgument: two paths give
+/// one name.
+std::vector<Leaf> flatten(StateDict& state, std::vector<LoadedObject>* objects = nullptr,
+                          FlattenStyle style = FlattenStyle::kCurrent);
+
+/// The reverse. kCorruption naming the key where paths contradict each other.
+StateDict unflatten(std::vector<std::pair<Path, Value>> leaves);
+
+}  // namespace fsdp2::dcp::detail

@@ -1,0 +1,41 @@
+#pragma once
+
+// One saved item: a complete torch.save archive that holds a tensor or a plain value.
+
+#include <ATen/core/Tensor.h>
+#include <fsdp2/dcp/value.h>
+
+#include <cstdint>
+#include <string>
+
+#include "dcp/zip_archive.h"
+
+namespace fsdp2::dcp::detail {
+
+/// Plain, dense, on CPU, without conj or neg bit, contiguous: what the writer stores. kUnsupported
+/// for tensors that a checkpoint cannot hold (sparse, quantized, meta, nested), naming `fqn`.
+at::Tensor storable(const at::Tensor& tensor, const std::string& fqn);
+/// Throws where storable() would.
+void check_storable(const at::Tensor& tensor, const std::string& fqn);
+
+/// Writes a tensor made by storable().
+void write_tensor_item(FileWriter& out, const at::Tensor& tensor, bool checksums);
+
+/// A plain value, pickled; `tensors` inside of it go to records of their own.
+struct PickledValue {
+  std::string pickle;
+  std::vector<at::Tensor> tensors;
+  bool raw = false;  // `pickle` is a whole archive (Kind::Opaque)
+};
+PickledValue pickle_value(const Value& value, const std::string& fqn);
+void write_value_item(FileWriter& out, const PickledValue& value, bool checksums);
+
+/// The tensor of an item, strides and conj/neg applied. `dtype` and `numel` are what the metadata
+/// promise; memory is taken only for what is there.
+at::Tensor read_tensor_item(const ByteRange& bytes, bool verify, at::ScalarType dtype,
+                            int64_t numel);
+/// The value of an item; Kind::Opaque (the item's bytes) where it refers to classes that are not
+/// plain data.
+Value read_value_item(const ByteRange& bytes, bool verify);
+
+}  // namespace fsdp2::dcp::detail

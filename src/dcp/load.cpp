@@ -1,0 +1,253 @@
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <fsdp2/dcp/dcp.h>
+#include <fsdp2/error.h>
+#include <fsdp2/tensor/dtensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <unordered_set>
+
+#include "dcp/checkpoint_files.h"
+#include "dcp/exchange.h"
+#include "dcp/flatten.h"
+#include "dcp/geometry.h"
+#include "dcp/local_parts.h"
+#include "dcp/scalar_types.h"
+#include "tensor/dtensor_spec.h"
+
+namespace fsdp2::dcp {
+namespace {
+
+using namespace detail;
+
+/// A tensor of the target and the entry that fills it.
+struct TensorTask {
+  size_t entry;
+  std::string fqn;
+  Value* value;
+  bool reshaped;
+};
+/// A value of the target and what was saved for it.
+struct ValueTask {
+  Value* target;
+  Value content;
+};
+
+class Loader {
+ public:
+  Loader(StateDict& state, const std::filesystem::path& path, const LoadOptions& options)
+      : state_(state), options_(options), files_(path, options.verify_checksums) {}
+
+  /// Looks at everything that can be wrong without changing the target.
+  void check() {
+    std::vector<Leaf> leaves = choose_leaves();
+    std::unordered_set<std::string_view> asked;
+    for (Leaf& leaf : leaves) {
+      asked.insert(leaf.fqn);
+      const size_t entry = files_.stored().find(leaf.fqn);
+      if (entry == StoredMetadata::npos) {
+        report_.missing.push_back(leaf.fqn);
+      } else {
+        check_leaf(leaf, entry);
+        report_.loaded.push_back(leaf.fqn);
+      }
+    }
+    for (const auto& [fqn, entry] : files_.stored().metadata.entries) {
+      if (!asked.count(fqn)) report_.unexpected.push_back(fqn);
+    }
+    if (!report_.missing.empty() && !options_.allow_partial) throw_missing();
+  }
+
+  LoadReport fill() {
+    // In the order of the files: one pass over the disk.
+    std::sort(tensors_.begin(), tensors_.end(), [&](const TensorTask& a, const TensorTask& b) {
+      return first_place(a) < first_place(b);
+    });
+    for (TensorTask& task : tensors_) fill_tensor(task);
+    for (ValueTask& task : values_) *task.target = std::move(task.content);
+    for (LoadedObject& object : objects_) object.object->load_state_dict(*object.state);
+    return std::move(report_);
+  }
+
+ private:
+  /// Torch before 2.4 entered only dicts that hold tensors. Python's rule: if the checkpoint has
+  /// keys that the target lacks and the old way of flattening gives one of those, the checkpoint is
+  /// old.
+  std::vector<Leaf> choose_leaves() {
+    std::vector<Leaf> leaves = flatten(state_, &objects_);
+    std::unordered_set<std::string> asked;
+    for (const Leaf& leaf : leaves) asked.insert(leaf.fqn);
+    const auto& entries = files_.stored().metadata.entries;
+    const bool all_asked = std::all_of(entries.begin(), entries.end(), [&](const auto& entry) {
+      return asked.count(entry.first) != 0;
+    });
+    if (all_asked) return leaves;
+    StateDict copy = state_;
+    const std::vector<Leaf> old = flatten(copy, nullptr, FlattenStyle::kBefore24);
+    const bool is_old = std::any_of(old.begin(), old.end(), [&](const Leaf& leaf) {
+      return !asked.count(leaf.fqn) && files_.stored().find(leaf.fqn) != StoredMetadata::npos;
+    });
+    if (!is_old) return leaves;
+    objects_.clear();
+    return flatten(state_, &objects_, FlattenStyle::kBefore24);
+  }
+
+  void check_leaf(const Leaf& leaf, size_t entry) {
+    const TensorEntry* saved = files_.tensor(entry);
+    const bool wants_tensor = leaf.value->kind() == Kind::Tensor;
+    if (saved && wants_tensor) return check_tensor(leaf, entry, *saved);
+    if (saved) {
+      FSDP2_CHECK(leaf.value->is_none(), kInvalidArgument, "[dcp] ", leaf.fqn,
+                  " is a tensor in the checkpoint, the target has a value of kind ",
+                  to_string(leaf.value->kind()), "; pass a tensor of shape ",
+                  shape_text(saved->sizes), " or None");
+      values_.push_back({leaf.value, files_.read_whole(entry)});
+      return;
+    }
+    Value content = files_.read_value(entry);
+    if (wants_tensor) content = tensor_of_number(leaf, content);
+    values_.push_back({leaf.value, std::move(content)});
+  }
+
+  /// Optimizers of old releases count steps in plain numbers.
+  Value tensor_of_number(const Leaf& leaf, const Value& content) {
+    const at::Tensor& target = leaf.value->tensor();
+    const bool number = content.kind() == Kind::Int || content.kind() == Kind::Double;
+    FSDP2_CHECK(number && target.numel() == 1 && !is_dtensor(target), kInvalidArgument, "[dcp] ",
+                leaf.fqn, " is a value of kind ", to_string(content.kind()),
+                " in the checkpoint, the target has a tensor of shape ",
+                shape_text(target.sizes().vec()), "; pass a value (None will do)");
+    FSDP2_CHECK(
+        content.kind() == Kind::Int || at::isFloatingType(target.scalar_type()) ||
+            options_.allow_narrowing,
+        kInvalidArgument, "[dcp] ", leaf.fqn, " is a float in the checkpoint, the target is ",
+        dtype_name(target.scalar_type()),
+        "; that loses the fraction: set allow_narrowing = true or pass a floating-point target");
+    report_.cast.push_back(leaf.fqn);
+    const at::Tensor filled = at::empty(
+        target.sizes(),
+        target.options().device(on_meta(target) ? c10::Device(c10::kCPU) : target.device()));
+    if (content.kind() == Kind::Int) {
+      filled.fill_(content.integer());
+    } else {
+      filled.fill_(content.number());
+    }
+    return filled;
+  }
+
+  void check_tensor(const Leaf& leaf, size_t entry, const TensorEntry& saved) {
+    const at::Tensor& target = leaf.value->tensor();
+    const std::vector<int64_t> sizes = target.sizes().vec();
+    const bool one_element = target.numel() == 1 && checked_numel(saved.sizes) == 1;
+    FSDP2_CHECK(sizes == saved.sizes || one_element, kInvalidArgument, "[dcp] ", leaf.fqn,
+                " has shape ", shape_text(saved.sizes), " in the checkpoint, the target has shape ",
+                shape_text(sizes), "; build the model with the sizes it was saved with");
+    if (target.scalar_type() != saved.dtype) {
+      FSDP2_CHECK(options_.allow_narrowing || !is_narrowing(saved.dtype, target.scalar_type()),
+                  kInvalidArgument, "[dcp] ", leaf.fqn, " is ", dtype_name(saved.dtype),
+                  " in the checkpoint, the target is ", dtype_name(target.scalar_type()),
+                  "; that cast can lose information: set allow_narrowing = true or load into ",
+                  dtype_name(saved.dtype));
+      report_.cast.push_back(leaf.fqn);
+    }
+    if (sizes != saved.sizes) report_.reshaped.push_back(leaf.fqn);
+    files_.check_tensor(entry);
+    tensors_.push_back({entry, leaf.fqn, leaf.value, sizes != saved.sizes});
+  }
+
+  [[noreturn]] void throw_missing() const {
+    std::string names;
+    size_t shown = 0;
+    for (; shown < report_.missing.size() && shown < 10; ++shown)
+      names += (shown ? ", " : "") + report_.missing[shown];
+    if (shown < report_.missing.size())
+      names += c10::str(" and ", report_.missing.size() - shown, " more");
+    FSDP2_THROW(kNotFound, "[dcp] the checkpoint ", files_.folder().string(),
+                " lacks keys that the target has: ", names,
+                "; set allow_partial = true to keep their present values");
+  }
+
+  std::tuple<std::string_view, uint64_t> first_place(const TensorTask& task) const {
+    const auto& places = files_.stored().locations[task.entry];
+    if (places.empty()) return {};
+    return {places[0].file, places[0].offset};
+  }
+
+  void fill_tensor(TensorTask& task) {
+    if (on_meta(task.value->tensor())) *task.value = fresh_like(task.value->tensor());
+    const std::vector<LocalPart> parts = local_parts(task.value->tensor(), task.fqn);
+    if (is_filled(parts)) return;
+    const fsdp2::detail::BelowDTensor below;
+    const TensorEntry& saved = *files_.tensor(task.entry);
+    for (size_t i = 0; i < saved.chunks.size(); ++i) {
+      at::Tensor chunk;  // read when the first part needs it: at most one is held
+      for (const LocalPart& part : parts) {
+        const Chunk& from = saved.chunks[i];
+        if (task.reshaped) {
+          if (checked_numel(from.sizes) == 1)
+            part.data.copy_(files_.read_chunk(task.entry, i).reshape(part.data.sizes()));
+          continue;
+        }
+        const std::optional<Chunk> meet =
+            part.data.numel() > 0 ? intersect(from, part.box) : std::nullopt;
+        if (!meet) continue;
+        if (!chunk.defined()) chunk = files_.read_chunk(task.entry, i);
+        window(part.data, *meet, part.box).copy_(window(chunk, *meet, from));
+      }
+    }
+  }
+
+  /// The part of `data`, which lies at `box`, that is at `meet`.
+  static at::Tensor window(at::Tensor data, const Chunk& meet, const Chunk& box) {
+    for (size_t d = 0; d < meet.sizes.size(); ++d) {
+      data = data.narrow(static_cast<int64_t>(d), meet.offsets[d] - box.offsets[d], meet.sizes[d]);
+    }
+    return data;
+  }
+
+  /// Tied tensors are the same memory under several keys: one read is enough.
+  bool is_filled(const std::vector<LocalPart>& parts) {
+    if (parts.empty() || parts[0].data.numel() == 0) return false;
+    const at::Tensor& data = parts[0].data;
+    return !filled_
+                .emplace(data.data_ptr(), data.sizes().vec(), data.strides().vec(),
+                         data.scalar_type())
+                .second;
+  }
+
+  StateDict& state_;
+  const LoadOptions& options_;
+  CheckpointFiles files_;
+  LoadReport report_;
+  std::vector<LoadedObject> objects_;
+  std::vector<TensorTask> tensors_;
+  std::vector<ValueTask> values_;
+  std::set<std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>>
+      filled_;
+};
+
+}  // namespace
+
+LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadOptions& options) {
+  const at::NoGradGuard no_grad;
+  const c10::InferenceMode normal_mode(false);
+  const Exchange exchange(options.group);
+  std::optional<Loader> loader;
+  LoadReport report;
+  exchange.gather("checking a checkpoint", [&] {
+    loader.emplace(state, path, options);
+    loader->check();
+    return std::string();
+  });
+  exchange.gather("reading a checkpoint", [&] {
+    report = loader->fill();
+    return std::string();
+  });
+  return report;
+}
+
+}  // namespace fsdp2::dcp
