@@ -2,9 +2,14 @@
 
 #include <ATen/Functions.h>
 #include <fsdp2/error.h>
+#include <fsdp2/fully_shard.h>
 
 #include "dcp/geometry.h"
 #include "dcp/local_parts.h"
+#include "fsdp/ignored_params.h"
+#include "fsdp/module_state.h"
+#include "module/buffers.h"
+#include "module/written.h"
 #include "tensor/dtensor_spec.h"
 
 namespace fsdp2::dcp::detail {
@@ -20,6 +25,7 @@ void collect(torch::nn::Module& module, const std::string& prefix, std::vector<N
     out.push_back({prefix + item.key(), item.value(), true});
   }
   for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    if (fsdp2::detail::is_non_persistent(item.value())) continue;
     out.push_back({prefix + item.key(), item.value(), false});
   }
   for (const auto& child : module.named_children())
@@ -36,6 +42,7 @@ at::Tensor window(at::Tensor whole, const Chunk& box) {
 }  // namespace
 
 std::vector<NamedTensor> state_tensors(torch::nn::Module& module) {
+  for (const auto& state : fsdp2::detail::states_under(module)) FSDPModule(state).reshard();
   std::vector<NamedTensor> result;
   collect(module, "", result);
   return result;
@@ -47,7 +54,7 @@ void check_fully_sharded(const std::vector<NamedTensor>& tensors) {
     if (!item.is_parameter) continue;
     if (is_marked(item.tensor)) {
       sharded = item.fqn;
-    } else if (item.tensor.requires_grad()) {
+    } else if (item.tensor.requires_grad() && !fsdp2::detail::is_ignored_param(item.tensor)) {
       plain += (plain.empty() ? "" : ", ") + item.fqn;
     }
   }
@@ -99,6 +106,7 @@ void assign_tensor(at::Tensor target, const at::Tensor& value, const std::string
   }
   if (!filled.is_same(target))
     target.unsafeGetTensorImpl()->shallow_copy_from(filled.getIntrusivePtr());
+  fsdp2::detail::forget_unwritten(target);
 }
 
 }  // namespace fsdp2::dcp::detail

@@ -120,27 +120,29 @@ def rank_main(folder, rank, world_size, cpp_worlds):
     dist.destroy_process_group()
 
 
-def main():
+def run_ranks(world_size, body):
+    """Forks the ranks, after torch was imported once; ends the script if one fails."""
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                body(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = sys.argv[1]
     worlds = [int(text) for text in sys.argv[2:]]
     for world_size in worlds:
-        children = []
-        for rank in range(world_size):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    rank_main(folder, rank, world_size, worlds)
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(child)
-        if any(os.waitpid(child, 0)[1] for child in children):
-            sys.exit(1)
-
-
-main()
+        run_ranks(world_size, lambda rank: rank_main(folder, rank, world_size, worlds))
