@@ -263,8 +263,13 @@ void ParamGroup::reshard() {
   if (state_ == DataState::kSharded) {
     return;
   }
-  if (state_ == DataState::kGathering) {
-    wait_for_unshard();
+  if (state_ == DataState::kGathering) {  // gathered ahead, and not needed after all
+    state_ = DataState::kSharded;
+    for (GatherBucket& bucket : gathers_) {
+      bucket.work.wait();
+      bucket.gathered = Tensor();
+    }
+    return;
   }
   for (const FSDPParam& param : params_) {
     param.check_unsharded();

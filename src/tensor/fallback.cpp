@@ -37,8 +37,9 @@ constexpr const char* kCallRule =
   const bool whole = plain == c10::IntArrayRef(spec.sizes);
   FSDP2_THROW(kUsage, "[dtensor] ", operator_text(op), " mixes ", describe(spec), " with a plain tensor of shape ",
               plain, ". ", kCallRule,
-              whole ? "If it came from an optimizer, its state was made before sharding: make the optimizer after "
-                      "fully_shard. "
+              whole ? "If it came from an optimizer, either the parameter is whole at the moment (a forward or unshard() "
+                      "without a backward left it so): call reshard() on its module first; or the optimizer's state was "
+                      "made before sharding: make the optimizer after fully_shard. "
                     : "",
               "Else make both DTensors of one layout (distribute_tensor) or both plain (full_tensor, to_local)");
 }

@@ -73,6 +73,17 @@ RANKS_TEST(Misuse, WriteWhileUnshardedIsNamedAtTheNextTransition, 2) {
   EXPECT_FSDP2_ERROR(handle.reshard(), kUsage, "weight was written in place while it was unsharded");
 }
 
+RANKS_TEST(Misuse, AnOptimizerStepOnWholeParametersSaysReshard, 2) {
+  Linear layer = linear(2, 2);
+  auto handle = fsdp2::fully_shard(layer);
+  torch::optim::SGD optimizer(layer->parameters(), 0.1);
+  layer(torch::ones({1, 2})).sum().backward();
+  { torch::NoGradGuard no_grad; layer(torch::ones({1, 2})); }  // leaves the root's parameters whole
+  EXPECT_FSDP2_ERROR(optimizer.step(), kUsage, "call reshard() on its module first");
+  handle.reshard();
+  EXPECT_NO_THROW(optimizer.step());
+}
+
 RANKS_TEST(Misuse, ConversionWhileUnshardedIsNamedAtTheNextTransition, 2) {
   Linear layer = linear(2, 2);
   auto handle = fsdp2::fully_shard(layer);
