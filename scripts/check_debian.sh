@@ -26,10 +26,6 @@ mount --rbind --make-rslave /dev "$root/dev"
 mount -t tmpfs tmpfs "$root/tmp"
 cp -L /etc/resolv.conf "$root/etc/resolv.conf"
 
-# How this machine reaches package archives; nothing else of it is seen inside.
-for file in /etc/pip.conf /etc/ssl/certs/ca-certificates.crt; do
-  if [ -f "$file" ]; then mkdir -p "$root$(dirname "$file")" && cp "$file" "$root$file"; fi
-done
 for folder in ${BIND:-}; do
   mkdir -p "$root$folder"
   mount --bind -o ro "$folder" "$root$folder"
@@ -43,11 +39,15 @@ inside() {
     $(env | grep -iE '^(https?_proxy|no_proxy|pip_[a-z_]+)=' || true) chroot "$root" sh -c "$1"
 }
 inside 'apt-get -qq update && apt-get -qq install -y --no-install-recommends git make ca-certificates >/dev/null'
+# How this machine reaches package archives; nothing else of it is seen inside.
+for file in /etc/pip.conf /etc/ssl/certs/ca-certificates.crt; do
+  if [ -f "$file" ]; then cp -L "$file" "$root$file"; fi
+done
 status=0
 while IFS= read -r command; do
   echo "== $command"
   start=$SECONDS
   if inside "cd /root/project && $command"; then result=ok; else result=FAILED status=1; fi
   echo "== $command: $result after $((SECONDS - start)) s"
-done < <(tr ';' '\n' <<< "$commands")
+done < <(tr ';' '\n' <<< "$commands" | sed 's/^ *//')
 exit $status
