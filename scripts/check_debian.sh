@@ -34,9 +34,10 @@ done
 rm -rf "$root/root/project"
 git clone -q . "$root/root/project"
 
+mapfile -t network < <(env | grep -iE '^(https?_proxy|no_proxy|pip_[a-z_]+)=')
 inside() {
   env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
-    $(env | grep -iE '^(https?_proxy|no_proxy|pip_[a-z_]+)=' || true) chroot "$root" sh -c "$1"
+    "${network[@]}" chroot "$root" sh -c "$1"
 }
 inside 'apt-get -qq update && apt-get -qq install -y --no-install-recommends git make ca-certificates >/dev/null'
 # How this machine reaches package archives; nothing else of it is seen inside.

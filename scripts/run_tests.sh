@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs ctest on a build and ends with one line of totals, counted in test cases. Usage: run_tests.sh [ctest option...]
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 folder=build/${PRESET:-release}
 results=$folder/test-results

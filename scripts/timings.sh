@@ -15,6 +15,7 @@ git ls-files -z | xargs -0 tar -cf - | tar -xf - -C "$folder"
 cd "$folder"
 export CCACHE_DIR=$folder/ccache
 
+# shellcheck disable=SC2317  # called through `seconds`
 build() { cmake --build build/release -j "$jobs" >/dev/null; }
 seconds() { # COMMAND: how long it takes, with tenths
   local start end
@@ -23,11 +24,11 @@ seconds() { # COMMAND: how long it takes, with tenths
   end=$(date +%s%N)
   awk "BEGIN {printf \"%.1f\n\", ($end - $start) / 1e9}"
 }
+# shellcheck disable=SC2317
 from_nothing() { cmake --preset release "-DTORCH_ROOT=$torch_root" >/dev/null && build; }
 median() { sort -n | awk '{v[NR] = $1} END {print v[int((NR + 1) / 2)]}'; }
 
 largest=$(find src -name '*.cpp' -size +0 -printf '%s %p\n' | sort -rn | awk 'NR == 1 {print $2}')
-: > nothing.txt > no_change.txt > one_file.txt
 for run in $(seq "$runs"); do
   rm -rf build "$CCACHE_DIR"
   seconds from_nothing | tee -a nothing.txt | sed "s/^/run $run: from nothing /"
