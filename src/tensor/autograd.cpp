@@ -6,29 +6,18 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <type_traits>
 #include <utility>
 
 #include <fsdp2/error.h>
 
 #include "tensor/redistribute.h"
+#include "torch_compat.h"
 
 namespace fsdp2::detail {
 namespace {
 
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-
-/// libtorch holds nodes by intrusive_ptr since 2.13, by shared_ptr before.
-using NodePtr = decltype(torch::autograd::Edge::function);
-template <class N, class... Args>
-NodePtr make_node(Args&&... args) {
-  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
-    return std::make_shared<N>(std::forward<Args>(args)...);
-  } else {
-    return c10::make_intrusive<N>(std::forward<Args>(args)...);
-  }
-}
 
 /// One gradient in, one out.
 class DTensorNode : public Node {

@@ -376,7 +376,9 @@ void run_cast(OperatorCall& call) {
     return;
   }
   if (spec.has_partial() && !at::isFloatingType(local.scalar_type())) throw_partial(call.op, spec);
-  Tensor result = wrap(call, spec, std::move(local));
+  FSDP2_CHECK(local.layout() == at::kStrided, kUnsupported, "[dtensor] ", operator_text(call.op), " of ", describe(spec),
+              " to layout ", local.layout(), ": DTensors are strided");
+  Tensor result = make_dtensor_like(spec, std::move(local));
   if (records_grad(self) && torch::autograd::isDifferentiableType(result.scalar_type())) attach_cast(result, self);
   call.result(0) = std::move(result);
 }

@@ -200,10 +200,11 @@ void add_copies(TableBuilder& table) {
              {"aten::sym_size", "int"}, {"aten::stride", "int"}, {"aten::sym_stride", "int"}, {"aten::sym_numel", ""},
              {"aten::is_same_size", ""}, {"aten::is_floating_point", ""}, {"aten::is_complex", ""},
              {"aten::is_signed", ""}, {"aten::is_conj", ""}, {"aten::is_neg", ""}, {"aten::is_inference", ""},
-             {"aten::_has_compatible_shallow_copy_type", ""}, {"aten::result_type", "Tensor"},
-             {"aten::result_type", "Scalar"}, {"aten::result_type", "Scalar_Tensor"}},
+             {"aten::result_type", "Tensor"}, {"aten::result_type", "Scalar"}, {"aten::result_type", "Scalar_Tensor"}},
             run_on_marked, OnPartial::kIdentity);
-  table.add({{"aten::set_data", ""}}, run_set_data, OnPartial::kIdentity);
+  // Tensor::set_data is no operator, but asks the second of these first.
+  table.add({{"aten::set_data", ""}, {"aten::_has_compatible_shallow_copy_type", ""}}, run_set_data,
+            OnPartial::kIdentity);
   table.add({{"aten::_backward", ""}}, run_backward_call, OnPartial::kIdentity);
 }
 

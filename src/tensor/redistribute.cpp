@@ -158,10 +158,11 @@ Tensor gather_full(const DTensorLayout& layout, const Tensor& local, const std::
   }
   const Tensor parts = gather_over_axes(padded, layout.mesh, axes, fqn).view({-1, longest});
 
-  // Rows cut like torch.chunk lie one after the other in the gathered buffer, the padding behind them.
+  // Rows cut like torch.chunk lie one after the other in the gathered buffer, the padding behind them: no second
+  // copy of the whole, unless the padding would keep much more memory alive.
   const bool rows = axes.size() == 1 && layout.extents.empty() &&
                     layout.placements[axes[0]] == Placement(Shard{0});
-  if (rows && parts.numel() == numel) return parts.view(layout.sizes);
+  if (rows && parts.numel() <= numel + numel / 4) return parts.view({-1}).narrow(0, 0, numel).view(layout.sizes);
 
   Tensor full = at::empty(layout.sizes, options);
   for (size_t index = 0; index < coordinates.size(); ++index) {

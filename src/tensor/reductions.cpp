@@ -21,6 +21,9 @@ namespace {
 /// Values of the parts that are not empty, stacked: `mine` has the same shape and dtype on every rank.
 Tensor values_of_parts(const DTensorSpec& spec, const Tensor& mine) {
   const auto axes = spec.layout->sharded_axes();
+  if (std::all_of(axes.begin(), axes.end(), [&](int64_t axis) { return spec.mesh.size(axis) == 1; })) {
+    return mine.unsqueeze(0);
+  }
   std::vector<int64_t> shape{-1};
   shape.insert(shape.end(), mine.sizes().begin(), mine.sizes().end());
   const Tensor all = gather_over_axes(mine, spec.mesh, axes, spec.fqn).view(shape);
@@ -126,7 +129,7 @@ Tensor local_norm(const DTensorSpec& spec, const at::Scalar& ord, std::optional<
               describe(spec), " of ", c10::toString(dtype), ": only floating-point and complex values have one");
   const auto compute = compute_dtype(dtype);
   if (spec.local.numel() == 0) return at::zeros({}, spec.local.options().dtype(c10::toRealValueType(compute)));
-  return at::linalg_vector_norm(spec.local, ord, c10::nullopt, false, compute);
+  return at::linalg_vector_norm(spec.local, ord, std::nullopt, false, compute);
 }
 
 }  // namespace
@@ -179,7 +182,7 @@ void run_count_nonzero(OperatorCall& call) {
   const auto& spec = single_operand(call);
   check_full(call, spec, 1, call.info.num_args);
   reduce(call, [&](const DTensorSpec&) {
-    const Tensor mine = at::count_nonzero(spec.local, c10::optional<int64_t>());
+    const Tensor mine = at::count_nonzero(spec.local, std::optional<int64_t>());
     return at::sum(values_of_parts(spec, mine), at::kLong);
   });
 }

@@ -72,6 +72,7 @@ RANKS_TEST(DTensor, StorageAccessThrows, 2) {
 }
 
 RANKS_TEST(DTensor, TorchSaveThrows, 2) {
+  torch::manual_seed(1);
   torch::nn::Linear layer(3, 4);
   std::ostringstream plain;
   torch::save(layer, plain);
@@ -95,6 +96,10 @@ RANKS_TEST(DTensor, TorchSaveThrows, 2) {
     EXPECT_NE(text.find("'weight'"), std::string::npos) << text;
     EXPECT_NE(text.find("dcp::save"), std::string::npos) << text;
   }
+  // Loading the whole into a sharded parameter would replace its data.
+  std::istringstream whole(plain.str());
+  EXPECT_FSDP2_ERROR(torch::load(layer, whole), kUsage, "'weight'");
+  EXPECT_TRUE(is_dtensor(layer->weight));
 }
 
 RANKS_TEST(DTensor, ParameterStaysOneTensorImpl, 2) {
@@ -115,6 +120,38 @@ RANKS_TEST(DTensor, ParameterStaysOneTensorImpl, 2) {
   EXPECT_EQ(weight.data_ptr<float>(), full.data_ptr<float>());
   layer->forward(at::ones({2, 3})).sum().backward();
   EXPECT_EQ(weight.grad().sizes(), weight.sizes());
+}
+
+RANKS_TEST(DTensor, ModuleToAnotherDtype, 2) {
+  torch::manual_seed(1);
+  torch::nn::Linear layer(3, 5);
+  const Tensor full = layer->weight.detach().clone(), weight = layer->weight;
+  distribute_parameter(layer, "weight", world_mesh(), {Shard{0}});
+  layer->to(at::kDouble);
+  EXPECT_TRUE(weight.is_same(layer->weight) && is_dtensor(weight));
+  EXPECT_TRUE(weight.is_leaf() && weight.requires_grad());
+  EXPECT_EQ(weight.scalar_type(), at::kDouble);
+  expect_equal(DTensor(weight.detach()).full_tensor(), full.to(at::kDouble));
+  layer->to(at::kDouble);  // nothing to do
+  expect_equal(DTensor(weight.detach()).full_tensor(), full.to(at::kDouble));
+  Tensor data = weight.data();
+  EXPECT_TRUE(is_dtensor(data) && !data.requires_grad());
+  EXPECT_FSDP2_ERROR(data.set_data(full), kUsage, "plain tensor of shape [5, 3]");
+  data.set_data(distribute_tensor(full, world_mesh(), {Shard{0}}).tensor());
+  expect_equal(DTensor(data).full_tensor(), full);
+}
+
+RANKS_TEST(DTensor, MadeInInferenceModeTakesPartInTraining, 2) {
+  torch::nn::Linear layer(3, 4);
+  {
+    c10::InferenceMode inference;
+    distribute_parameter(layer, "weight", world_mesh(), {Shard{0}});
+  }
+  EXPECT_FALSE(layer->weight.is_inference());
+  EXPECT_FALSE(detail::local_of(layer->weight).is_inference());
+  DTensor(layer->weight).full_tensor().pow(2).sum().backward();
+  torch::NoGradGuard no_grad;
+  layer->weight.add_(layer->weight.grad());
 }
 
 RANKS_TEST(DTensor, FromLocalGathersUnevenShapes, 2) {

@@ -27,7 +27,7 @@ namespace {
 const std::set<std::string> kNoValueHere{
     "aten::pin_memory",     // needs an accelerator
     "aten::record_stream",  // needs an accelerator
-    "aten::set_data",       // operators_test.cpp
+    "aten::set_data",       // dtensor_test.cpp
     "aten::_backward",      // autograd_test.cpp
     "aten::retain_grad",    // autograd_test.cpp
     "aten::_version",       // counts writes to this tensor
@@ -36,8 +36,7 @@ const std::set<std::string> kNoValueHere{
 
 /// These read the size, dtype or device of one argument and leave it at that; a plain tensor beside a DTensor is fine.
 const std::set<std::string> kReadsNoValues{
-    "aten::type_as", "aten::to.other", "aten::is_same_size", "aten::_has_compatible_shallow_copy_type",
-    "aten::result_type.Tensor",
+    "aten::type_as", "aten::to.other", "aten::is_same_size", "aten::result_type.Tensor",
     "aten::_backward",  // differentiates a plain result with respect to DTensors
 };
 
