@@ -48,6 +48,12 @@ c10::ScalarType wide_dtype(c10::ScalarType dtype) {
   return at::isFloatingType(dtype) ? at::kDouble : dtype;
 }
 
+/// The part, or where it is empty one element that values_of_parts drops: so every rank runs the same operator and
+/// meets the same error, and none waits for another in a collective.
+Tensor part_or_stand_in(const DTensorSpec& spec) {
+  return spec.local.numel() > 0 ? spec.local : at::zeros({1}, spec.local.options());
+}
+
 void finish(OperatorCall& call, c10::IValue result) {
   call.drop_args();
   call.stack.push_back(std::move(result));
@@ -105,8 +111,7 @@ void reduce_extremum(OperatorCall& call, Reduce&& extremum) {
   if (call.info.num_args > 1) check_full(call, spec, 1, 2);
   reduce(call, [&](const DTensorSpec&) -> Tensor {
     if (c10::multiply_integers(spec.sizes) == 0) return extremum(spec.local);  // libtorch's error, on every rank
-    const Tensor mine = spec.local.numel() > 0 ? extremum(spec.local) : at::zeros({}, spec.local.options());
-    return extremum(values_of_parts(spec, mine));
+    return extremum(values_of_parts(spec, extremum(part_or_stand_in(spec))));
   });
 }
 
@@ -127,9 +132,7 @@ Tensor local_norm(const DTensorSpec& spec, const at::Scalar& ord, std::optional<
   const auto dtype = asked.value_or(spec.local.scalar_type());
   FSDP2_CHECK(at::isFloatingType(dtype) || at::isComplexType(dtype), kInvalidArgument, "[dtensor] the norm of ",
               describe(spec), " of ", c10::toString(dtype), ": only floating-point and complex values have one");
-  const auto compute = compute_dtype(dtype);
-  if (spec.local.numel() == 0) return at::zeros({}, spec.local.options().dtype(c10::toRealValueType(compute)));
-  return at::linalg_vector_norm(spec.local, ord, std::nullopt, false, compute);
+  return at::linalg_vector_norm(part_or_stand_in(spec), ord, std::nullopt, false, compute_dtype(dtype));
 }
 
 }  // namespace
