@@ -44,7 +44,13 @@ Supervisor::Supervisor(const RunOptions& options, const JobShape& job, Rendezvou
   struct sigaction action {};
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;
-  for (int signal_number : options.signals) sigaction(signal_number, &action, nullptr);
+  for (int signal_number : options.signals) {
+    struct sigaction inherited {};
+    sigaction(signal_number, nullptr, &inherited);
+    // Under nohup a hang-up stays ignored.
+    if (signal_number == SIGHUP && inherited.sa_handler == SIG_IGN) continue;
+    sigaction(signal_number, &action, nullptr);
+  }
   sigaction(SIGCHLD, &action, nullptr);
   signal(SIGPIPE, SIG_IGN);
   // Orphans of the ranks become our children: found when the run ends, and never zombies.
