@@ -7,8 +7,8 @@
 #   3. torch of the active Python environment;
 #   4. TorchWheel_HINTS, folders like TORCH_ROOT or Python prefixes.
 #
-# Gives the target TorchWheel::torch and TorchWheel_{ROOT,VERSION,HAS_CUDA,PYTHON,SITE_PACKAGES}. TorchWheel_PYTHON is the
-# interpreter that owns the wheel, empty for an archive.
+# Gives the target TorchWheel::torch and TorchWheel_{ROOT,VERSION,HAS_CUDA,PYTHON,SITE_PACKAGES}.
+# TorchWheel_PYTHON is the interpreter that owns the wheel, empty for an archive.
 
 set(_torch_marker include/ATen/core/Tensor.h)
 
@@ -40,7 +40,7 @@ function(_torch_of_python result)
   endif()
   execute_process(
     COMMAND "${_torch_python}" -c
-      "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s and s.origin else '')"
+      "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('torch').origin))"
     OUTPUT_VARIABLE folder OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   set(${result} "${folder}" PARENT_SCOPE)
 endfunction()
@@ -103,11 +103,11 @@ find_package_handle_standard_args(TorchWheel
   REQUIRED_VARS TorchWheel_ROOT TorchWheel_VERSION
   VERSION_VAR TorchWheel_VERSION
   REASON_FAILURE_MESSAGE
-    "No libtorch was found. Run `make setup`, activate a Python environment that has torch, or pass -DTORCH_ROOT=<torch folder>.")
+    "No libtorch was found. Activate a Python environment that has torch or pass -DTORCH_ROOT=<torch folder>.")
 
 if(TorchWheel_FOUND AND NOT TARGET TorchWheel::torch AND NOT CMAKE_SCRIPT_MODE_FILE)
   add_library(TorchWheel::torch INTERFACE IMPORTED)
-  # A CUDA libtorch registers its kernels when it is loaded, so it must stay on the link line though nothing refers to it.
+  # A CUDA libtorch registers its kernels when it is loaded, so it must stay linked though nothing refers to it.
   set(_torch_libraries torch torch_cpu c10)
   if(TorchWheel_HAS_CUDA)
     list(APPEND _torch_libraries torch_cuda c10_cuda)

@@ -13,11 +13,13 @@ if(TARGET fsdp2_program)
   set_target_properties(fsdp2_program PROPERTIES INSTALL_RPATH "$ORIGIN/${_from_bin};${TorchWheel_ROOT}/lib")
   install(TARGETS fsdp2_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
-install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/fsdp2" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/fsdp2" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
+  FILES_MATCHING PATTERN "*.h")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 
 install(EXPORT fsdp2Targets NAMESPACE fsdp2:: DESTINATION "${_package_folder}")
-configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/fsdp2Config.cmake.in" "${PROJECT_BINARY_DIR}/fsdp2Config.cmake"
+configure_package_config_file(
+  "${PROJECT_SOURCE_DIR}/cmake/fsdp2Config.cmake.in" "${PROJECT_BINARY_DIR}/fsdp2Config.cmake"
   INSTALL_DESTINATION "${_package_folder}")
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/fsdp2ConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
 install(

@@ -3,7 +3,7 @@
 
 set(FSDP2_HAS_NCCL FALSE)
 if(TorchWheel_HAS_CUDA)
-  file(GLOB _nvidia_includes "${TorchWheel_SITE_PACKAGES}/nvidia/cu[0-9]*/include" "${TorchWheel_SITE_PACKAGES}/nvidia/*/include")
+  file(GLOB _nvidia_includes "${TorchWheel_SITE_PACKAGES}/nvidia/*/include")
   file(GLOB _nvidia_cudart "${TorchWheel_SITE_PACKAGES}/nvidia/*/lib/libcudart.so.*")
   file(GLOB _nvidia_nccl "${TorchWheel_SITE_PACKAGES}/nvidia/nccl/lib/libnccl.so.*")
   find_path(FSDP2_NCCL_INCLUDE nccl.h HINTS "${TorchWheel_SITE_PACKAGES}/nvidia/nccl/include")

@@ -11,8 +11,11 @@ function(fsdp2_add_precompiled_header target)
 
   # What ccache hashes in place of the precompiled header: all that its content follows from.
   string(TOUPPER "${CMAKE_BUILD_TYPE}" build_type)
-  string(SHA256 sum "${ARGN};${TorchWheel_ROOT};${TorchWheel_VERSION};${CMAKE_CXX_COMPILER};${CMAKE_CXX_COMPILER_VERSION};${CMAKE_CXX_FLAGS};${CMAKE_CXX_FLAGS_${build_type}};${FSDP2_SANITIZE}")
-  file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/${target}.dir/cmake_pch.hxx.gch.sum" CONTENT "${sum}" @ONLY)
+  string(CONCAT key "${ARGN};${TorchWheel_ROOT};${TorchWheel_VERSION};${CMAKE_CXX_COMPILER};"
+    "${CMAKE_CXX_COMPILER_VERSION};${CMAKE_CXX_FLAGS};${CMAKE_CXX_FLAGS_${build_type}};${FSDP2_SANITIZE}")
+  string(SHA256 sum "${key}")
+  file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/${target}.dir/cmake_pch.hxx.gch.sum"
+    CONTENT "${sum}" @ONLY)
 endfunction()
 
 function(fsdp2_use_precompiled_header target from)

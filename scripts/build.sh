@@ -15,9 +15,9 @@ cores=$(nproc)
 memory=$(awk '/^MemAvailable:/ {print int($2 / 2097152)}' /proc/meminfo)
 jobs=${JOBS:-$((memory < 1 ? 1 : memory < cores ? memory : cores))}
 
-configured=$(sed -n 's/^\(TORCH_ROOT\|FSDP2_TEST_PYTHON\):[^=]*=//p' "$folder/CMakeCache.txt" 2>/dev/null | sort | tr '\n' ' ' || true)
-wanted=$(printf '%s\n' "$torch_root" "$test_python" | sort | tr '\n' ' ')
-if [ ! -f "$folder/build.ninja" ] || [ "$configured" != "$wanted" ]; then
+cached() { sed -n "s/^$1:[^=]*=//p" "$folder/CMakeCache.txt" 2>/dev/null || true; }
+if [ ! -f "$folder/build.ninja" ] || [ "$(cached TORCH_ROOT)" != "$torch_root" ] ||
+  [ "$(cached FSDP2_TEST_PYTHON)" != "$test_python" ]; then
   cmake --preset "$preset" "-DTORCH_ROOT=$torch_root" "-DFSDP2_TEST_PYTHON=$test_python"
 fi
 cmake --build "$folder" -j "$jobs" ${1:+--target "$@"}

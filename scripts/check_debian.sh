@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Both commands of the README in a fresh Debian 12: debootstrap, a clone of HEAD, `make demo`, `make test`. Needs root.
 #
-# Environment: ROOT_FOLDER (build/debian12) is made anew unless KEEP_ROOT=1. BIND: host folders, separated by spaces,
-# that pip's configuration points to; they are shown read-only at the same place. COMMANDS: default "make demo;make test".
+# Environment: ROOT_FOLDER (build/debian12) is made anew unless KEEP_ROOT=1. BIND: host folders, separated by
+# spaces, that pip's configuration points to; they are shown read-only at the same place. COMMANDS: default
+# "make demo;make test".
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What can be checked without running: clang-tidy over the library and the program, shellcheck where it is there, line lengths.
+# What can be checked without running: clang-tidy over the library and the program, shellcheck where it is there,
+# line lengths.
 # Usage: lint.sh [file.cpp...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,5 +25,6 @@ if [ $# = 0 ]; then
   mapfile -t files < <(git ls-files 'src/*.cpp' 'tools/*.cpp' | grep -v 'backend/nccl.cpp')
   set -- "${files[@]}"
 fi
-printf '%s\n' "$@" | xargs -P "${JOBS:-2}" -n 1 "$tool" -p build/lint --quiet --extra-arg=-Wno-unknown-warning-option || status=1
+printf '%s\n' "$@" |
+  xargs -P "${JOBS:-2}" -n 1 "$tool" -p build/lint --quiet --extra-arg=-Wno-unknown-warning-option || status=1
 exit $status

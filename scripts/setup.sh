@@ -69,7 +69,9 @@ make_environment() { # FOLDER PACKAGE...
   fi
 }
 
-find_torch() { IFS=';' read -r torch_root torch_found torch_python < <(cmake -P scripts/print_torch.cmake 2>/dev/null) || true; }
+find_torch() {
+  IFS=';' read -r torch_root torch_found torch_python < <(cmake -P scripts/print_torch.cmake 2>/dev/null) || true
+}
 
 install_packages
 [ "${1:-}" != --packages ] || exit 0

@@ -1,6 +1,7 @@
 """Adds up what ctest and GoogleTest reported: "N passed, N failed", alone on the last line.
 
-A GoogleTest executable counts as its cases; any other test, and an executable that ended before it wrote its report, as one.
+A GoogleTest executable counts as its cases; any other test, and an executable that ended before it wrote its
+report, as one.
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Times the build in a copy of the tree: from nothing with an empty ccache, without a change, after a change of one file.
-# Median of RUNS (3). Exits non-zero beyond the limits, which are for 2 cores.
+# Times the build in a copy of the tree: from nothing with an empty ccache, without a change, after a change of one
+# file. Median of RUNS (3). Exits non-zero beyond the limits, which are for 2 cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

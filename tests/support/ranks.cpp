@@ -204,7 +204,7 @@ std::string python() {
   const std::string path = chosen != nullptr ? chosen : FSDP2_TEST_PYTHON;
   if (path.empty()) {
     throw std::runtime_error(
-        "this test compares with Python: configure with -DFSDP2_TEST_PYTHON=<python whose torch is the linked release>");
+        "this test compares with Python: configure with -DFSDP2_TEST_PYTHON=<python with the linked torch>");
   }
   return path;
 }
