@@ -9,12 +9,7 @@ environment=.venv-$version
 folder=build/torch-$version
 
 scripts/setup.sh --packages
-if [ ! -e "$environment/.complete" ]; then
-  echo "making $environment with torch==$version"
-  python3 -m venv "$environment"
-  "$environment/bin/pip" install --quiet --disable-pip-version-check "torch==$version"
-  touch "$environment/.complete"
-fi
+scripts/make_environment.sh "$environment" "torch==$version"
 
 cmake -G Ninja -S . -B "$folder" -DCMAKE_BUILD_TYPE=Release "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG" \
   "-DTORCH_ROOT=$PWD/$environment" -DFSDP2_BUILD_TESTS=OFF

@@ -57,18 +57,6 @@ install_packages() {
   apt-get -qq install -y --no-install-recommends $needed $wanted ca-certificates >/dev/null
 }
 
-# A virtual environment with packages from pip, made once.
-make_environment() { # FOLDER PACKAGE...
-  local folder=$1
-  shift
-  if [ "$(cat "$folder/.complete" 2>/dev/null)" != "$*" ]; then
-    say "making $folder with $* (a CUDA build of torch takes a few GB)"
-    python3 -m venv "$folder"
-    "$folder/bin/pip" install --quiet --disable-pip-version-check "$@"
-    echo "$*" > "$folder/.complete"
-  fi
-}
-
 find_torch() {
   IFS=';' read -r torch_root torch_found torch_python < <(cmake -P scripts/print_torch.cmake 2>/dev/null) || true
 }
@@ -78,7 +66,7 @@ install_packages
 find_torch
 if [ -z "${torch_root:-}" ]; then
   [ -z "${TORCH_ROOT:-}" ] || fail "TORCH_ROOT is $TORCH_ROOT, which holds no libtorch"
-  make_environment .venv "torch==$torch_version" numpy safetensors
+  scripts/make_environment.sh .venv "torch==$torch_version" numpy safetensors
   find_torch
   [ -n "${torch_root:-}" ] || fail "no libtorch in .venv after installing torch==$torch_version"
 fi
@@ -94,7 +82,7 @@ PY
 if ! usable "$torch_python"; then
   torch_python=$PWD/.venv-tests/bin/python
   if $with_tests; then
-    make_environment .venv-tests "torch==$torch_found" numpy safetensors
+    scripts/make_environment.sh .venv-tests "torch==$torch_found" numpy safetensors
   elif ! usable "$torch_python"; then
     torch_python=
   fi
