@@ -60,6 +60,8 @@ class FSDPParam {
 
   void expect_write() { unwritten_version_ = local()._version(); }
   void mark_written() { unwritten_version_.reset(); }
+  /// Materialised, and nobody has said yet that it has values. The same on every rank.
+  bool awaits_write() const { return unwritten_version_.has_value(); }
   /// Materialised, and nothing was written since.
   bool is_unwritten() const;
 

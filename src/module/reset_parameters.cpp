@@ -103,11 +103,15 @@ std::vector<Tensor> tensors_of(const nn::Module& module, bool recurse) {
   return tensors;
 }
 
+using Impls = std::unordered_set<const c10::TensorImpl*>;
+
 /// Shows sharded tensors whole, for a module's own reset to write into; keeps this rank's part afterwards.
 class WholeWhileReset {
  public:
-  WholeWhileReset(const std::vector<Tensor>& tensors, const std::unordered_set<const c10::TensorImpl*>& finished) {
+  /// `finished`: written by an earlier owner. `fresh`: without values so far.
+  WholeWhileReset(const std::vector<Tensor>& tensors, const Impls& finished, const Impls& fresh) {
     const c10::InferenceMode normal_tensors(false);
+    const at::NoGradGuard no_grad;
     for (const Tensor& tensor : tensors) {
       // A tied tensor keeps the values of its first owner: a later owner writes into scratch.
       const bool scratch = finished.count(tensor.unsafeGetTensorImpl()) != 0;
@@ -120,8 +124,11 @@ class WholeWhileReset {
       const detail::BelowDTensor below;
       if (detail::is_marked(tensor)) {
         entry.own = detail::make_dtensor_alias(tensor);
-        const Tensor& local = detail::local_of(tensor);
-        entry.whole = at::empty(tensor.sizes(), local.options());
+        const detail::DTensorSpec& spec = *detail::spec_of(tensor);
+        // A reset may write a part, or nothing: what it leaves alone keeps its values.
+        const bool has_values = !scratch && fresh.count(tensor.unsafeGetTensorImpl()) == 0;
+        entry.whole = has_values ? detail::gather_full(*spec.layout, spec.local, spec.fqn)
+                                 : at::empty(tensor.sizes(), spec.local.options());
       } else {
         entry.own = tensor.variable_data();
         entry.whole = at::empty_like(entry.own);
@@ -162,6 +169,8 @@ class WholeWhileReset {
 
 class Resetter {
  public:
+  explicit Resetter(Impls fresh) : fresh_(std::move(fresh)) {}
+
   void visit(nn::Module& module, const std::string& fqn) {
     if (!seen_.insert(&module).second) {
       return;
@@ -180,7 +189,7 @@ class Resetter {
     const std::vector<Tensor> tensors = own.empty() ? tensors_of(module, true) : own;
     const auto where = fqn.empty() ? module.name() : fqn;
     try {
-      WholeWhileReset whole(tensors, own.empty() ? std::unordered_set<const c10::TensorImpl*>{} : finished_);
+      WholeWhileReset whole(tensors, own.empty() ? Impls{} : finished_, fresh_);
       reset();
       whole.keep_parts();
     } catch (const Error&) {
@@ -192,15 +201,16 @@ class Resetter {
     for (const Tensor& tensor : tensors) {
       detail::forget_unwritten(tensor);
       finished_.insert(tensor.unsafeGetTensorImpl());
+      fresh_.erase(tensor.unsafeGetTensorImpl());
     }
   }
 
   const std::string& not_reset() const { return not_reset_; }
-  const std::unordered_set<const c10::TensorImpl*>& finished() const { return finished_; }
+  const Impls& finished() const { return finished_; }
 
  private:
   std::unordered_set<const nn::Module*> seen_;
-  std::unordered_set<const c10::TensorImpl*> finished_;
+  Impls finished_, fresh_;
   std::string not_reset_;
 };
 
@@ -220,7 +230,16 @@ void reset_parameters(ModuleRef module) {
       break;
     }
   }
-  Resetter resetter;
+  Impls fresh;
+  for (const auto& state : detail::states_under(*module)) {
+    if (!state->group) {
+      continue;
+    }
+    for (const detail::FSDPParam& param : state->group->params()) {
+      if (param.awaits_write()) fresh.insert(param.param().unsafeGetTensorImpl());
+    }
+  }
+  Resetter resetter(std::move(fresh));
   resetter.visit(*module, "");
   for (const auto& state : detail::states_under(*module)) {
     if (state->group) {

@@ -111,6 +111,41 @@ RANKS_TEST(Init, AModuleWithNothingOfItsOwnWritesItsSubtree, 2) {
   EXPECT_EQ(max_difference(whole(scaler->linear->bias), torch::full({6}, 3)), 0);
 }
 
+/// Writes one of the tensors below it, and one of its own.
+struct PartialImpl : torch::nn::Module {
+  PartialImpl() {
+    written = register_parameter("written", torch::full({5}, 2.0));
+    kept = register_parameter("kept", torch::full({5}, 3.0));
+  }
+  void reset_parameters() { torch::nn::init::ones_(written); }
+  Tensor written, kept;
+};
+FSDP2_MODULE(Partial);
+struct OuterImpl : torch::nn::Module {
+  OuterImpl() {
+    inner = register_module("inner", Partial());
+    linear = register_module("linear", torch::nn::Linear(3, 3));
+  }
+  void reset_parameters() { torch::nn::init::constant_(linear->bias, 7); }
+  Partial inner{nullptr};
+  torch::nn::Linear linear{nullptr};
+};
+FSDP2_MODULE(Outer);
+
+RANKS_TEST(Init, WhatAResetLeavesAloneKeepsItsValues, 2) {
+  Outer outer;
+  fsdp2::fully_shard(outer->inner);
+  fsdp2::fully_shard(outer);
+  torch::manual_seed(3);
+  fsdp2::reset_parameters(outer);
+  torch::manual_seed(3);
+  const torch::nn::Linear expected(3, 3);
+  EXPECT_EQ(max_difference(whole(outer->inner->written), torch::ones({5})), 0);
+  EXPECT_EQ(max_difference(whole(outer->inner->kept), torch::full({5}, 3)), 0);
+  EXPECT_EQ(max_difference(whole(outer->linear->weight), expected->weight.detach()), 0);
+  EXPECT_EQ(max_difference(whole(outer->linear->bias), torch::full({3}, 7)), 0);
+}
+
 struct SilentImpl : torch::nn::Module {  // nobody said how to write it
   SilentImpl() {
     weight = register_parameter("weight", torch::empty({4}));
