@@ -67,6 +67,11 @@ void TrainingContext::recover_if_interrupted() {
 }
 
 void TrainingContext::record_forward(const std::shared_ptr<ParamGroup>& group) {
+  // Forwards that no backward follows would fill memory. Forgetting the order only costs gathering ahead.
+  constexpr size_t kLongest = 1 << 16;
+  if (forward_order_.size() == kLongest) {
+    clear_forward_order();
+  }
   group->forward_positions.push_back(forward_order_.size());
   forward_order_.push_back(group);
 }
