@@ -7,13 +7,13 @@
 #
 # Every row of the last table is computed in this run; a row that fails makes the exit code 1.
 set -u -o pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 bin="build/${PRESET:-release}/bin"
 out=outputs/demo
 text=""
-steps=200
-save_at=100
+steps=160
+save_at=80
 while [ $# -gt 0 ]; do
   case "$1" in
     --text) text=$2; shift 2 ;;
@@ -58,7 +58,8 @@ train() {
   "$bin/fsdp2" run --nproc-per-node "$processes" --rdzv-id "fsdp2-demo-$$-$name" \
     "$bin/llama_train" --log "$out/$name.jsonl" "${common[@]}" "$@"
 }
-field() { sed -n "s/.*\"event\":\"$2\".*\"$3\":\([^,}]*\).*/\1/p" "$out/$1.jsonl" 2>/dev/null | head -n 1; }
+# field NAME EVENT KEY: a number of that event
+field() { sed -n "/\"event\":\"$2\"/s/.*\"$3\":\([^,}]*\).*/\1/p" "$out/$1.jsonl" 2>/dev/null | head -n 1; }
 # losses NAME: lines "step loss"
 losses() {
   sed -n 's/.*"event":"step".*"loss":\([^,}]*\).*"step":\([0-9]*\).*/\2 \1/p' "$out/$1.jsonl" 2>/dev/null
@@ -119,9 +120,9 @@ cat "$out/sample.txt" 2>/dev/null
 
 parameters=$(field uninterrupted start parameters)
 local_parameters=$(field uninterrupted start local_parameters)
-first=$(losses uninterrupted | awk 'NR == 1 { print $2 }')
-last=$(losses uninterrupted | tail -n 10 | awk '{ sum += $2 } END { if (NR) print sum / NR }')
-data_files=$(ls "$checkpoint" 2>/dev/null | grep -c '\.distcp$')
+first=$(losses uninterrupted | awk 'NR == 1 { printf "%.4f", $2 }')
+last=$(losses uninterrupted | tail -n 10 | awk '{ sum += $2 } END { if (NR) printf "%.4f", sum / NR }')
+data_files=$(find "$checkpoint" -name '*.distcp' 2>/dev/null | wc -l)
 size=$(du -sk "$checkpoint" 2>/dev/null | awk '{ printf "%.0f MiB", $1 / 1024 }')
 read -r count_4 difference_4 <<<"$(compare resumed_on_4)"
 read -r count_1 difference_1 <<<"$(compare resumed_on_1)"

@@ -14,12 +14,10 @@ namespace llama {
 namespace fs = std::filesystem;
 
 Text::Text(const fs::path& path, int64_t max_bytes) {
-  FSDP2_CHECK(fs::exists(path), kNotFound, "[data] no file or folder ", path.string(),
-              "; give a text with --text");
+  FSDP2_CHECK(fs::exists(path), kNotFound, "[data] no file or folder ", path.string(), "; give a text with --text");
   std::vector<fs::path> files;
   if (fs::is_directory(path)) {
-    for (const auto& entry :
-         fs::recursive_directory_iterator(path, fs::directory_options::skip_permission_denied)) {
+    for (const auto& entry : fs::recursive_directory_iterator(path, fs::directory_options::skip_permission_denied)) {
       if (entry.is_regular_file()) files.push_back(entry.path());
     }
   } else {
@@ -30,19 +28,17 @@ Text::Text(const fs::path& path, int64_t max_bytes) {
     std::ifstream stream(file, std::ios::binary);
     std::string content(std::istreambuf_iterator<char>(stream), {});
     if (content.empty() || content.find('\0') != std::string::npos) continue;
-    if (size() + static_cast<int64_t>(content.size()) > max_bytes)
-      content.resize(max_bytes - size());
+    if (size() + static_cast<int64_t>(content.size()) > max_bytes) content.resize(max_bytes - size());
     bytes_ += content;
     ++num_files_;
     if (size() == max_bytes) break;
   }
 }
 
-std::pair<torch::Tensor, torch::Tensor> Text::batch(uint64_t seed, int64_t step,
-                                                    int64_t global_batch, int64_t first,
+std::pair<torch::Tensor, torch::Tensor> Text::batch(uint64_t seed, int64_t step, int64_t global_batch, int64_t first,
                                                     int64_t rows, int64_t length) const {
-  FSDP2_CHECK(size() > length + 1, kInvalidArgument, "[data] the text has ", size(),
-              " bytes; one sequence takes ", length + 1, ": give more text or a smaller --seq");
+  FSDP2_CHECK(size() > length + 1, kInvalidArgument, "[data] the text has ", size(), " bytes; one sequence takes ",
+              length + 1, ": give more text or a smaller --seq");
   auto tokens = torch::empty({rows, length + 1}, torch::kInt64);
   auto* out = tokens.data_ptr<int64_t>();
   for (int64_t row = 0; row < rows; ++row) {

@@ -22,8 +22,8 @@ class Text {
   /// Inputs and targets, int64 (rows, length), of rows [first, first + rows) of the step's global
   /// batch. They depend on seed, step and row alone: any number of processes sees the same global
   /// batches.
-  std::pair<torch::Tensor, torch::Tensor> batch(uint64_t seed, int64_t step, int64_t global_batch,
-                                                int64_t first, int64_t rows, int64_t length) const;
+  std::pair<torch::Tensor, torch::Tensor> batch(uint64_t seed, int64_t step, int64_t global_batch, int64_t first,
+                                                int64_t rows, int64_t length) const;
 
  private:
   std::string bytes_;

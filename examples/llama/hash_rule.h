@@ -63,10 +63,8 @@ inline void hash_weights(fsdp2::ModuleRef module) {
 }
 
 /// Inputs and targets, int64 (batch, seq) each, of one micro-batch of one rank.
-inline std::pair<torch::Tensor, torch::Tensor> hash_tokens(int64_t step, int64_t micro,
-                                                           int64_t accum, int64_t rank,
-                                                           int64_t world, int64_t batch,
-                                                           int64_t seq, int64_t vocab) {
+inline std::pair<torch::Tensor, torch::Tensor> hash_tokens(int64_t step, int64_t micro, int64_t accum, int64_t rank,
+                                                           int64_t world, int64_t batch, int64_t seq, int64_t vocab) {
   auto tokens = torch::empty({batch, seq + 1}, torch::kInt64);
   auto rows = tokens.accessor<int64_t, 2>();
   int64_t first = ((step * accum + micro) * world + rank) * batch;

@@ -14,13 +14,9 @@ RMSNormImpl::RMSNormImpl(const Config& config) : epsilon_(config.norm_epsilon) {
   reset_parameters();
 }
 
-void RMSNormImpl::reset_parameters() {
-  torch::nn::init::ones_(weight_);
-}
+void RMSNormImpl::reset_parameters() { torch::nn::init::ones_(weight_); }
 
-torch::Tensor RMSNormImpl::forward(const torch::Tensor& x) {
-  return at::rms_norm(x, {x.size(-1)}, weight_, epsilon_);
-}
+torch::Tensor RMSNormImpl::forward(const torch::Tensor& x) { return at::rms_norm(x, {x.size(-1)}, weight_, epsilon_); }
 
 AttentionImpl::AttentionImpl(const Config& config)
     : heads_(config.heads),
@@ -43,13 +39,11 @@ void AttentionImpl::grow_tables(int64_t length) {
   sin_ = angle.sin();
 }
 
-torch::Tensor AttentionImpl::rotate(
-    const torch::Tensor& x) const {  // (batch, heads, time, head_dim)
+torch::Tensor AttentionImpl::rotate(const torch::Tensor& x) const {  // (batch, heads, time, head_dim)
   auto length = x.size(2);
   auto half = x.chunk(2, -1);
   auto turned = torch::cat({-half[1], half[0]}, -1);
-  return x * cos_.narrow(0, 0, length).to(x.options()) +
-         turned * sin_.narrow(0, 0, length).to(x.options());
+  return x * cos_.narrow(0, 0, length).to(x.options()) + turned * sin_.narrow(0, 0, length).to(x.options());
 }
 
 torch::Tensor AttentionImpl::forward(const torch::Tensor& x) {
@@ -58,10 +52,9 @@ torch::Tensor AttentionImpl::forward(const torch::Tensor& x) {
   auto q = wq_(x).view({batch, length, heads_, head_dim_}).transpose(1, 2);
   auto k = wk_(x).view({batch, length, kv_heads_, head_dim_}).transpose(1, 2);
   auto v = wv_(x).view({batch, length, kv_heads_, head_dim_}).transpose(1, 2);
-  auto out =
-      at::scaled_dot_product_attention(rotate(q), rotate(k), v, /*attn_mask=*/{}, /*dropout_p=*/0.0,
-                                       /*is_causal=*/true, /*scale=*/std::nullopt,
-                                       /*enable_gqa=*/kv_heads_ != heads_);
+  auto out = at::scaled_dot_product_attention(rotate(q), rotate(k), v, /*attn_mask=*/{}, /*dropout_p=*/0.0,
+                                              /*is_causal=*/true, /*scale=*/std::nullopt,
+                                              /*enable_gqa=*/kv_heads_ != heads_);
   return wo_(out.transpose(1, 2).reshape({batch, length, heads_ * head_dim_}));
 }
 
@@ -71,9 +64,7 @@ FeedForwardImpl::FeedForwardImpl(const Config& config) {
   w3_ = register_module("w3", linear(config.dim, config.ffn));
 }
 
-torch::Tensor FeedForwardImpl::forward(const torch::Tensor& x) {
-  return w2_(torch::silu(w1_(x)) * w3_(x));
-}
+torch::Tensor FeedForwardImpl::forward(const torch::Tensor& x) { return w2_(torch::silu(w1_(x)) * w3_(x)); }
 
 BlockImpl::BlockImpl(const Config& config) {
   attention_ = register_module("attention", Attention(config));
@@ -88,8 +79,7 @@ torch::Tensor BlockImpl::forward(const torch::Tensor& x) {
 }
 
 LlamaImpl::LlamaImpl(const Config& config) {
-  tok_embeddings_ =
-      register_module("tok_embeddings", torch::nn::Embedding(config.vocab, config.dim));
+  tok_embeddings_ = register_module("tok_embeddings", torch::nn::Embedding(config.vocab, config.dim));
   layers_ = register_module("layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.layers; ++i) {
     blocks_.emplace_back(config);

@@ -70,8 +70,7 @@ FSDP2_MODULE(Block);
 class LlamaImpl : public torch::nn::Module {
  public:
   explicit LlamaImpl(const Config& config);
-  torch::Tensor forward(
-      const torch::Tensor& tokens);  // int64 (batch, time) -> (batch, time, vocab)
+  torch::Tensor forward(const torch::Tensor& tokens);  // int64 (batch, time) -> (batch, time, vocab)
   /// The blocks, in order: what one shards before the whole.
   const std::vector<Block>& blocks() const { return blocks_; }
 

@@ -13,8 +13,7 @@ namespace {
 double status_mib(const std::string& field) {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
-    if (line.starts_with(field + ":"))
-      return std::strtod(line.c_str() + field.size() + 1, nullptr) / 1024.0;
+    if (line.starts_with(field + ":")) return std::strtod(line.c_str() + field.size() + 1, nullptr) / 1024.0;
   }
   return 0;
 }
@@ -28,15 +27,10 @@ std::string clock_text(double seconds) {
 
 }  // namespace
 
-double resident_mib() {
-  return status_mib("VmRSS");
-}
-double peak_resident_mib() {
-  return status_mib("VmHWM");
-}
+double resident_mib() { return status_mib("VmRSS"); }
+double peak_resident_mib() { return status_mib("VmHWM"); }
 
-Progress::Progress(bool visible, const std::string& json_path, int64_t first_step,
-                   int64_t last_step, int64_t every)
+Progress::Progress(bool visible, const std::string& json_path, int64_t first_step, int64_t last_step, int64_t every)
     : visible_(visible),
       terminal_(isatty(STDERR_FILENO) == 1),
       first_step_(first_step),
@@ -48,9 +42,7 @@ Progress::Progress(bool visible, const std::string& json_path, int64_t first_ste
   FSDP2_CHECK(json_, kIo, "[train] cannot write ", json_path, "; give another file with --log");
 }
 
-Progress::~Progress() {
-  clear_bar();
-}
+Progress::~Progress() { clear_bar(); }
 
 void Progress::clear_bar() {
   if (bar_shown_) std::fputs("\r\033[K", stderr);
@@ -70,8 +62,7 @@ void Progress::step(int64_t step, double loss, double gradient_norm, int64_t tok
   last_time_ = now;
   // The first step also allocates and connects: it says little about the others.
   bool first = step == first_step_;
-  seconds_per_step_ =
-      first || seconds_per_step_ == 0 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
+  seconds_per_step_ = first || seconds_per_step_ == 0 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
   if (!visible_) return;
   double rate = static_cast<double>(tokens) / seconds_per_step_;
   if (json_.is_open()) {
@@ -85,13 +76,12 @@ void Progress::step(int64_t step, double loss, double gradient_norm, int64_t tok
           << std::endl;
   }
   char text[160];
-  std::snprintf(text, sizeof(text), "step %ld/%ld  loss %.4f  %.0f tokens/s  %.0f MiB  ETA %s",
-                static_cast<long>(step), static_cast<long>(last_step_), loss, rate, resident_mib(),
+  std::snprintf(text, sizeof(text), "step %ld/%ld  loss %.4f  %.0f tokens/s  %.0f MiB  ETA %s", static_cast<long>(step),
+                static_cast<long>(last_step_), loss, rate, resident_mib(),
                 clock_text(seconds_per_step_ * static_cast<double>(last_step_ - step)).c_str());
   if (terminal_) {
     constexpr int kWidth = 24;
-    auto done =
-        static_cast<int>(kWidth * (step - first_step_ + 1) / (last_step_ - first_step_ + 1));
+    auto done = static_cast<int>(kWidth * (step - first_step_ + 1) / (last_step_ - first_step_ + 1));
     std::string bar = std::string(done, '#') + std::string(kWidth - done, '.');
     std::fprintf(stderr, "\r\033[K[%s] %s", bar.c_str(), text);
     std::fflush(stderr);

@@ -15,8 +15,7 @@ namespace llama {
 class Progress {
  public:
   /// `visible`: one process shows and writes; the others pass false. An empty path writes no file.
-  Progress(bool visible, const std::string& json_path, int64_t first_step, int64_t last_step,
-           int64_t every);
+  Progress(bool visible, const std::string& json_path, int64_t first_step, int64_t last_step, int64_t every);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;

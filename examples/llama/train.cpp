@@ -24,8 +24,7 @@ namespace {
 struct Options {
   llama::Config model{.dim = 256, .layers = 8, .heads = 8, .kv_heads = 4, .ffn = 704};
   std::string text, checkpoint, resume, log, sample_file;
-  int64_t max_text_mib = 64, seq = 128, global_batch = 8, steps = 200, decay_steps = 0,
-          warmup_steps = 20;
+  int64_t max_text_mib = 64, seq = 128, global_batch = 8, steps = 200, decay_steps = 0, warmup_steps = 20;
   int64_t save_at = 0, print_every = 10, sample_bytes = 0;
   double learning_rate = 2e-3, clip = 1.0, temperature = 0.7;
   uint64_t seed = 1;
@@ -45,8 +44,7 @@ void add_flags(CLI::App& app, Options& o) {
   app.add_option("--seq", o.seq, "tokens (bytes) of a sequence");
   app.add_option("--batch", o.global_batch, "sequences of a step, over all processes together");
   app.add_option("--steps", o.steps, "train up to this step");
-  app.add_option("--decay-steps", o.decay_steps,
-                 "where the learning rate has fallen to a tenth; 0: --steps");
+  app.add_option("--decay-steps", o.decay_steps, "where the learning rate has fallen to a tenth; 0: --steps");
   app.add_option("--warmup-steps", o.warmup_steps, "steps over which the learning rate rises");
   app.add_option("--lr", o.learning_rate, "highest learning rate");
   app.add_option("--clip", o.clip, "largest gradient norm");
@@ -56,8 +54,7 @@ void add_flags(CLI::App& app, Options& o) {
   app.add_option("--checkpoint", o.checkpoint, "folder of the checkpoint to write");
   app.add_option("--resume", o.resume, "folder of the checkpoint to go on from");
   app.add_option("--log", o.log, "file for the losses and events, one JSON object a line");
-  app.add_option("--print-every", o.print_every,
-                 "steps between two lines where there is no terminal");
+  app.add_option("--print-every", o.print_every, "steps between two lines where there is no terminal");
   app.add_option("--sample", o.sample_bytes, "bytes of text to write with the trained model");
   app.add_option("--sample-file", o.sample_file, "file for that text; default: standard output");
   app.add_option("--prompt", o.prompt, "what the text begins with");
@@ -65,25 +62,21 @@ void add_flags(CLI::App& app, Options& o) {
 }
 
 void check(const Options& o, int world_size) {
-  FSDP2_CHECK(o.global_batch % world_size == 0, kInvalidArgument, "[train] --batch ",
-              o.global_batch, " does not divide by the ", world_size,
-              " processes; choose a multiple");
-  FSDP2_CHECK(o.model.dim % o.model.heads == 0 && o.model.dim / o.model.heads % 2 == 0,
-              kInvalidArgument, "[train] --dim ", o.model.dim, " over --heads ", o.model.heads,
-              " must be an even number");
-  FSDP2_CHECK(o.model.heads % o.model.kv_heads == 0, kInvalidArgument, "[train] --heads ",
-              o.model.heads, " must be a multiple of --kv-heads ", o.model.kv_heads);
+  FSDP2_CHECK(o.global_batch % world_size == 0, kInvalidArgument, "[train] --batch ", o.global_batch,
+              " does not divide by the ", world_size, " processes; choose a multiple");
+  FSDP2_CHECK(o.model.dim % o.model.heads == 0 && o.model.dim / o.model.heads % 2 == 0, kInvalidArgument,
+              "[train] --dim ", o.model.dim, " over --heads ", o.model.heads, " must be an even number");
+  FSDP2_CHECK(o.model.heads % o.model.kv_heads == 0, kInvalidArgument, "[train] --heads ", o.model.heads,
+              " must be a multiple of --kv-heads ", o.model.kv_heads);
   FSDP2_CHECK(o.save_at == 0 || !o.checkpoint.empty(), kInvalidArgument,
               "[train] --save-at needs --checkpoint, the folder to write");
 }
 
 /// Rises over the warm-up, then falls along a cosine to a tenth. Depends on the step alone.
 double learning_rate(const Options& o, int64_t step) {
-  if (step <= o.warmup_steps)
-    return o.learning_rate * static_cast<double>(step) / static_cast<double>(o.warmup_steps);
+  if (step <= o.warmup_steps) return o.learning_rate * static_cast<double>(step) / static_cast<double>(o.warmup_steps);
   auto end = o.decay_steps > 0 ? o.decay_steps : o.steps;
-  double part = std::min(
-      1.0, static_cast<double>(step - o.warmup_steps) / std::max<double>(end - o.warmup_steps, 1));
+  double part = std::min(1.0, static_cast<double>(step - o.warmup_steps) / std::max<double>(end - o.warmup_steps, 1));
   return o.learning_rate * (0.55 + 0.45 * std::cos(std::numbers::pi * part));
 }
 
@@ -94,20 +87,17 @@ llama::Llama build_model(const Options& o) {
     model = llama::Llama(o.model);
   }
   fsdp2::FullyShardOptions options;
-  if (o.bf16)
-    options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat32};
+  if (o.bf16) options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat32};
   llama::shard(model, options);
   fsdp2::to_empty(model, fsdp2::local_device());
   if (o.resume.empty()) {
-    torch::manual_seed(
-        o.seed);  // the same on every process: sharded fills give the unsharded values
+    torch::manual_seed(o.seed);  // the same on every process: sharded fills give the unsharded values
     fsdp2::reset_parameters(model);
   }
   return model;
 }
 
-fsdp2::dcp::StateDict make_state(llama::Llama& model, torch::optim::Optimizer& optimizer,
-                                 int64_t step) {
+fsdp2::dcp::StateDict make_state(llama::Llama& model, torch::optim::Optimizer& optimizer, int64_t step) {
   fsdp2::dcp::StateDict state;
   state["model"] = fsdp2::get_model_state_dict(model);
   state["optim"] = fsdp2::get_optimizer_state_dict(model, optimizer);
@@ -129,27 +119,24 @@ void train(const Options& o) {
   check(o, world_size);
   llama::Text text(o.text, o.max_text_mib << 20);
   auto model = build_model(o);
-  torch::optim::AdamW optimizer(
-      model->parameters(),
-      torch::optim::AdamWOptions(o.learning_rate).betas({0.9, 0.95}).weight_decay(0.1));
+  torch::optim::AdamW optimizer(model->parameters(),
+                                torch::optim::AdamWOptions(o.learning_rate).betas({0.9, 0.95}).weight_decay(0.1));
   const int64_t first_step = o.resume.empty() ? 1 : load(model, optimizer, o.resume) + 1;
 
   llama::Progress progress(rank == 0, o.log, first_step, o.steps, o.print_every);
   const auto num_parameters = fsdp2::num_parameters(model);
   int64_t num_local = 0;
-  for (const auto& parameter : model->parameters())
-    num_local += fsdp2::DTensor(parameter).to_local().numel();
-  progress.event(
-      c10::str("llama: ", num_parameters, " parameters over ", world_size, " processes (",
-               num_local, " here); text: ", text.num_files(), " files, ", text.size(), " bytes",
-               o.resume.empty() ? "" : c10::str("; resumed after step ", first_step - 1)),
-      {{"event", "start"},
-       {"world_size", world_size},
-       {"parameters", num_parameters},
-       {"local_parameters", num_local},
-       {"files", text.num_files()},
-       {"bytes", text.size()},
-       {"resumed_after", first_step - 1}});
+  for (const auto& parameter : model->parameters()) num_local += fsdp2::DTensor(parameter).to_local().numel();
+  progress.event(c10::str("llama: ", num_parameters, " parameters over ", world_size, " processes (", num_local,
+                          " here); text: ", text.num_files(), " files, ", text.size(), " bytes",
+                          o.resume.empty() ? "" : c10::str("; resumed after step ", first_step - 1)),
+                 {{"event", "start"},
+                  {"world_size", world_size},
+                  {"parameters", num_parameters},
+                  {"local_parameters", num_local},
+                  {"files", text.num_files()},
+                  {"bytes", text.size()},
+                  {"resumed_after", first_step - 1}});
 
   const int64_t rows = o.global_batch / world_size;
   for (int64_t step = first_step; step <= o.steps; ++step) {
@@ -170,9 +157,8 @@ void train(const Options& o) {
     if (step == o.save_at) {
       fsdp2::dcp::save(make_state(model, optimizer, step), o.checkpoint);
       auto pids = fsdp2::all_gather_strings(std::to_string(getpid()));
-      progress.event(
-          c10::str("saved ", o.checkpoint, " after step ", step),
-          {{"event", "saved"}, {"step", step}, {"folder", o.checkpoint}, {"pids", pids}});
+      progress.event(c10::str("saved ", o.checkpoint, " after step ", step),
+                     {{"event", "saved"}, {"step", step}, {"folder", o.checkpoint}, {"pids", pids}});
     }
   }
 
@@ -184,9 +170,8 @@ void train(const Options& o) {
     if (rank == 0 && o.sample_file.empty()) std::cout << written << std::endl;
     if (rank == 0 && !o.sample_file.empty()) std::ofstream(o.sample_file) << written << '\n';
   }
-  progress.event(
-      c10::str("done; at most ", static_cast<int64_t>(llama::peak_resident_mib()), " MiB resident"),
-      {{"event", "done"}, {"peak_resident_mib", llama::peak_resident_mib()}});
+  progress.event(c10::str("done; at most ", static_cast<int64_t>(llama::peak_resident_mib()), " MiB resident"),
+                 {{"event", "done"}, {"peak_resident_mib", llama::peak_resident_mib()}});
   fsdp2::destroy_process_group();
 }
 

@@ -72,7 +72,7 @@ Net build_model_meta() {
   for (auto& block : net->blocks) fsdp2::fully_shard(block);
   fsdp2::fully_shard(net);
   fsdp2::to_empty(net, fsdp2::local_device());  // memory for this rank's shards only
-  torch::manual_seed(0);  // the same seed everywhere: the values of an unsharded model
+  torch::manual_seed(0);                        // the same seed everywhere: the values of an unsharded model
   fsdp2::reset_parameters(net);
   return net;
 }
@@ -104,7 +104,7 @@ std::pair<torch::Tensor, torch::Tensor> next_batch(int64_t step) {
 double train_step(Net& net, torch::optim::Optimizer& optimizer, int64_t step) {
   auto [x, y] = next_batch(step);
   auto loss = torch::mse_loss(net(x), y);
-  loss.backward();  // collective; gradients are averaged over the ranks
+  loss.backward();                                 // collective; gradients are averaged over the ranks
   fsdp2::clip_grad_norm_(net->parameters(), 1.0);  // collective; the norm over all ranks
   optimizer.step();
   optimizer.zero_grad();

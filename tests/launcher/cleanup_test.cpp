@@ -26,10 +26,8 @@ constexpr const char* kStubborn =
 struct Stubborn {
   Launch launch;
   std::string run_id;
-  explicit Stubborn(const std::string& command = kStubborn)
-      : launch(shell({"--nproc-per-node", "2"}, command)) {
-    EXPECT_TRUE(launch.wait_for_output("[rank 0] ready") &&
-                launch.wait_for_output("[rank 1] ready"))
+  explicit Stubborn(const std::string& command = kStubborn) : launch(shell({"--nproc-per-node", "2"}, command)) {
+    EXPECT_TRUE(launch.wait_for_output("[rank 0] ready") && launch.wait_for_output("[rank 1] ready"))
         << launch.out() << launch.err();
     run_id = value_of(launch.out(), "TORCHELASTIC_RUN_ID");
     EXPECT_GE(run_id.size(), 16u);
@@ -64,15 +62,13 @@ TEST(Cleanup, AfterARanksFailure) {
 
 TEST(Cleanup, DaemonsDoNotOutliveASuccessfulRun) {
   Launch launch(
-      shell({"--nproc-per-node", "1"},
-            "echo TORCHELASTIC_RUN_ID=$TORCHELASTIC_RUN_ID; (setsid sleep 300 &); exit 0"));
+      shell({"--nproc-per-node", "1"}, "echo TORCHELASTIC_RUN_ID=$TORCHELASTIC_RUN_ID; (setsid sleep 300 &); exit 0"));
   EXPECT_EQ(launch.wait(), 0);  // although the daemon held its output open
   EXPECT_TRUE(processes_with(value_of(launch.out(), "TORCHELASTIC_RUN_ID")).empty());
 }
 
 TEST(Cleanup, ARunWithinARunEndsWithIt) {
-  Launch outer({"--nproc-per-node", "1", fsdp2_program(), "run", "--nproc-per-node", "1", "sh",
-                "-c",
+  Launch outer({"--nproc-per-node", "1", fsdp2_program(), "run", "--nproc-per-node", "1", "sh", "-c",
                 "echo TORCHELASTIC_RUN_ID=$TORCHELASTIC_RUN_ID; (setsid sleep 300 >/dev/null 2>&1 "
                 "&); echo ready;"
                 "sleep 300"});
@@ -95,8 +91,8 @@ TEST(Cleanup, AReaderThatStopsReadingDoesNotDelayTheEnd) {
 }
 
 TEST(Cleanup, SignalsReachTheRanksAndTheirCodeCounts) {
-  Launch launch(shell({"--nproc-per-node", "2"},
-                      "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.1; done"));
+  Launch launch(
+      shell({"--nproc-per-node", "2"}, "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(launch.wait_for_output("[rank 0] ready") && launch.wait_for_output("[rank 1] ready"));
   kill(launch.pid(), SIGINT);
   EXPECT_EQ(launch.wait(), 0) << launch.err();

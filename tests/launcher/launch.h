@@ -34,8 +34,7 @@ class Launch {
  public:
   /// `arguments` follow "fsdp2 run"; `environment` entries "NAME=value" replace ours, "NAME" alone
   /// removes.
-  explicit Launch(const std::vector<std::string>& arguments,
-                  const std::vector<std::string>& environment = {});
+  explicit Launch(const std::vector<std::string>& arguments, const std::vector<std::string>& environment = {});
   ~Launch();
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
@@ -69,8 +68,7 @@ bool none_left(const std::string& entry, double seconds);
 std::string value_of(const std::string& text, const std::string& name);
 
 inline Clock::time_point in(double seconds) {
-  return Clock::now() +
-         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
 inline std::string read_file(const std::string& path) {
@@ -82,12 +80,10 @@ inline std::string fsdp2_program() {
   const char* chosen = getenv("FSDP2_PROGRAM");
   if (chosen) return chosen;
   // This test is <build>/tests/..., the program <build>/bin/fsdp2.
-  return std::filesystem::read_symlink("/proc/self/exe").parent_path().parent_path() / "bin" /
-         "fsdp2";
+  return std::filesystem::read_symlink("/proc/self/exe").parent_path().parent_path() / "bin" / "fsdp2";
 }
 
-inline Launch::Launch(const std::vector<std::string>& arguments,
-                      const std::vector<std::string>& environment) {
+inline Launch::Launch(const std::vector<std::string>& arguments, const std::vector<std::string>& environment) {
   int out[2], err[2];
   if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) throw std::runtime_error("pipe");
   std::vector<std::string> words = {fsdp2_program(), "run"};
@@ -146,9 +142,7 @@ inline bool Launch::read_some(int milliseconds) {
 
 inline bool Launch::wait_for_output(const std::string& text, double seconds) {
   auto deadline = in(seconds);
-  auto seen = [&] {
-    return text_[0].find(text) != std::string::npos || text_[1].find(text) != std::string::npos;
-  };
+  auto seen = [&] { return text_[0].find(text) != std::string::npos || text_[1].find(text) != std::string::npos; };
   while (!seen() && Clock::now() < deadline && read_some(50)) {
   }
   return seen();
@@ -175,8 +169,7 @@ inline std::vector<std::string> Launch::err_lines() const {
   return lines;
 }
 
-inline std::vector<std::string> shell(std::vector<std::string> options,
-                                      const std::string& command) {
+inline std::vector<std::string> shell(std::vector<std::string> options, const std::string& command) {
   options.insert(options.end(), {"sh", "-c", command});
   return options;
 }
@@ -187,8 +180,7 @@ inline std::vector<pid_t> processes_with(const std::string& entry) {
   while (dirent* folder = readdir(proc)) {
     pid_t pid = static_cast<pid_t>(atol(folder->d_name));
     // A zombie's environment is empty, so it is not found.
-    if (pid > 0 &&
-        read_file("/proc/" + std::to_string(pid) + "/environ").find(entry) != std::string::npos) {
+    if (pid > 0 && read_file("/proc/" + std::to_string(pid) + "/environ").find(entry) != std::string::npos) {
       found.push_back(pid);
     }
   }

@@ -17,9 +17,7 @@
 namespace fsdp2::testing {
 namespace {
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST(Run, SuccessIsZeroAndEveryRankRuns) {
   Launch launch(shell({"--nproc-per-node", "3"}, "echo I am $RANK of $WORLD_SIZE"));
@@ -31,10 +29,9 @@ TEST(Run, SuccessIsZeroAndEveryRankRuns) {
 
 TEST(Run, ExitsWithTheCodeOfTheRankThatFailedFirst) {
   // Rank 0 fails as a consequence, with another code, when it is told to stop.
-  Launch launch(
-      shell({"--nproc-per-node", "2"},
-            "if [ $RANK = 1 ]; then sleep 0.3; echo bad weights >&2; exit 3; fi;"
-            "trap 'echo peer lost >&2; exit 7' TERM; for i in $(seq 200); do sleep 0.1; done"));
+  Launch launch(shell({"--nproc-per-node", "2"},
+                      "if [ $RANK = 1 ]; then sleep 0.3; echo bad weights >&2; exit 3; fi;"
+                      "trap 'echo peer lost >&2; exit 7' TERM; for i in $(seq 200); do sleep 0.1; done"));
   EXPECT_EQ(launch.wait(), 3);
   auto lines = launch.err_lines();
   ASSERT_GE(lines.size(), 4u);
@@ -54,20 +51,18 @@ TEST(Run, ASignalIs128PlusItsNumber) {
 }
 
 TEST(Run, TheErrorFileOfARankExplainsTheRootCause) {
-  Launch launch(
-      shell({"--nproc-per-node", "1"},
-            "echo '{\"message\": {\"message\": \"ValueError: shapes differ\", \"extraInfo\": "
-            "{\"timestamp\": \"17\"}}}' > $TORCHELASTIC_ERROR_FILE; exit 5"));
+  Launch launch(shell({"--nproc-per-node", "1"},
+                      "echo '{\"message\": {\"message\": \"ValueError: shapes differ\", \"extraInfo\": "
+                      "{\"timestamp\": \"17\"}}}' > $TORCHELASTIC_ERROR_FILE; exit 5"));
   EXPECT_EQ(launch.wait(), 5);
   EXPECT_TRUE(contains(launch.err_lines().back(), "ValueError: shapes differ")) << launch.err();
 }
 
 TEST(Run, LinesOfRanksAreNeverMixed) {
   // Each rank writes its line in pieces; the pieces of the others come in between.
-  Launch launch(
-      shell({"--nproc-per-node", "3"},
-            "for i in 1 2 3 4 5 6 7 8 9 10; do printf $RANK; sleep 0.01; printf $RANK; sleep 0.01; "
-            "printf '%s\\n' $RANK; done; printf 'no newline at the end'"));
+  Launch launch(shell({"--nproc-per-node", "3"},
+                      "for i in 1 2 3 4 5 6 7 8 9 10; do printf $RANK; sleep 0.01; printf $RANK; sleep 0.01; "
+                      "printf '%s\\n' $RANK; done; printf 'no newline at the end'"));
   EXPECT_EQ(launch.wait(), 0);
   std::istringstream stream(launch.out());
   std::map<std::string, int> count;
@@ -102,8 +97,7 @@ TEST(Run, TeeAndRedirectWriteFiles) {
   EXPECT_EQ(launch.out(), "[rank 1] out 1\n");
   EXPECT_TRUE(contains(launch.err(), "[rank 0] err 0\n"));
   EXPECT_TRUE(contains(launch.err(), "[rank 1] err 1\n"));
-  std::string command =
-      std::string("cat ") + folder + "/*/attempt_0/*/std*.log | sort | tr '\\n' ,; rm -r " + folder;
+  std::string command = std::string("cat ") + folder + "/*/attempt_0/*/std*.log | sort | tr '\\n' ,; rm -r " + folder;
   FILE* pipe = popen(command.c_str(), "r");
   char text[256] = {};
   auto size = fread(text, 1, sizeof(text) - 1, pipe);
@@ -114,41 +108,36 @@ TEST(Run, TeeAndRedirectWriteFiles) {
 // The names are what torchrun of torch 2.13 sets for its workers (recorded from its workers'
 // environment).
 TEST(Run, SetsTorchrunsEnvironment) {
-  Launch launch(shell({"--nproc-per-node", "2", "--no-prefix", "--local-ranks-filter", "1",
-                       "--role", "trainer"},
-                      "env"),
-                {"OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"});
+  Launch launch(
+      shell({"--nproc-per-node", "2", "--no-prefix", "--local-ranks-filter", "1", "--role", "trainer"}, "env"),
+      {"OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"});
   EXPECT_EQ(launch.wait(), 0);
-  std::map<std::string, std::string> expected = {
-      {"RANK", "1"},
-      {"LOCAL_RANK", "1"},
-      {"WORLD_SIZE", "2"},
-      {"LOCAL_WORLD_SIZE", "2"},
-      {"GROUP_RANK", "0"},
-      {"GROUP_WORLD_SIZE", "1"},
-      {"ROLE_RANK", "1"},
-      {"ROLE_NAME", "trainer"},
-      {"ROLE_WORLD_SIZE", "2"},
-      {"TORCHELASTIC_RESTART_COUNT", "0"},
-      {"TORCHELASTIC_MAX_RESTARTS", "0"},
-      {"TORCHELASTIC_USE_AGENT_STORE", "True"},
-      {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"},
-      {"OMP_NUM_THREADS", "1"},
-      {"TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}};
-  for (const auto& [name, value] : expected)
-    EXPECT_EQ(value_of("\n" + launch.out(), "\n" + name), value) << name;
-  for (auto name :
-       {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}) {
+  std::map<std::string, std::string> expected = {{"RANK", "1"},
+                                                 {"LOCAL_RANK", "1"},
+                                                 {"WORLD_SIZE", "2"},
+                                                 {"LOCAL_WORLD_SIZE", "2"},
+                                                 {"GROUP_RANK", "0"},
+                                                 {"GROUP_WORLD_SIZE", "1"},
+                                                 {"ROLE_RANK", "1"},
+                                                 {"ROLE_NAME", "trainer"},
+                                                 {"ROLE_WORLD_SIZE", "2"},
+                                                 {"TORCHELASTIC_RESTART_COUNT", "0"},
+                                                 {"TORCHELASTIC_MAX_RESTARTS", "0"},
+                                                 {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                                 {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"},
+                                                 {"OMP_NUM_THREADS", "1"},
+                                                 {"TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}};
+  for (const auto& [name, value] : expected) EXPECT_EQ(value_of("\n" + launch.out(), "\n" + name), value) << name;
+  for (auto name : {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}) {
     EXPECT_NE(value_of("\n" + launch.out(), std::string("\n") + name), "") << name;
   }
   EXPECT_TRUE(contains(launch.err(), "OMP_NUM_THREADS is not set"));
 }
 
 TEST(Run, AUsersOwnSettingsStay) {
-  Launch launch(shell({"--nproc-per-node", "2", "--no-prefix", "--local-ranks-filter", "0",
-                       "--rdzv-id", "job7"},
-                      "env"),
-                {"OMP_NUM_THREADS=5", "TORCH_NCCL_ASYNC_ERROR_HANDLING=3"});
+  Launch launch(
+      shell({"--nproc-per-node", "2", "--no-prefix", "--local-ranks-filter", "0", "--rdzv-id", "job7"}, "env"),
+      {"OMP_NUM_THREADS=5", "TORCH_NCCL_ASYNC_ERROR_HANDLING=3"});
   EXPECT_EQ(launch.wait(), 0);
   EXPECT_EQ(value_of(launch.out(), "OMP_NUM_THREADS"), "5");
   EXPECT_EQ(value_of(launch.out(), "TORCH_NCCL_ASYNC_ERROR_HANDLING"), "3");
@@ -157,12 +146,10 @@ TEST(Run, AUsersOwnSettingsStay) {
 }
 
 TEST(Run, OptionsComeFromPetVariablesAndTheCommandLineWins) {
-  Launch from_environment(shell({}, "echo $WORLD_SIZE"),
-                          {"PET_NPROC_PER_NODE=2", "PET_NO_PREFIX=1"});
+  Launch from_environment(shell({}, "echo $WORLD_SIZE"), {"PET_NPROC_PER_NODE=2", "PET_NO_PREFIX=1"});
   EXPECT_EQ(from_environment.wait(), 0);
   EXPECT_EQ(from_environment.out(), "2\n2\n");
-  Launch both(shell({"--nproc-per-node", "1"}, "echo $WORLD_SIZE"),
-              {"PET_NPROC_PER_NODE=2", "PET_NO_PREFIX=0"});
+  Launch both(shell({"--nproc-per-node", "1"}, "echo $WORLD_SIZE"), {"PET_NPROC_PER_NODE=2", "PET_NO_PREFIX=0"});
   EXPECT_EQ(both.wait(), 0);
   EXPECT_EQ(both.out(), "[rank 0] 1\n");
   Launch refused(shell({}, "true"), {"PET_MAX_RESTARTS=3"});
@@ -185,15 +172,11 @@ struct BadUse {
 
 TEST(Run, ErrorsNameTheOptionAndTheFix) {
   const BadUse uses[] = {
-      {{"--nproc-per-nod", "2", "true"},
-       2,
-       "unknown option --nproc-per-nod; did you mean --nproc-per-node?"},
+      {{"--nproc-per-nod", "2", "true"}, 2, "unknown option --nproc-per-nod; did you mean --nproc-per-node?"},
       {{"--nproc-per-node", "zero", "true"}, 2, "--nproc-per-node: got 'zero'; allowed are"},
       {{"--nproc-per-node", "0", "true"}, 2, "got '0'"},
       {{"--nproc-per-node", "2"}, 2, "no program to start"},
-      {{"--max-restarts", "3", "true"},
-       2,
-       "--max-restarts is an option of torchrun that fsdp2 run does not offer"},
+      {{"--max-restarts", "3", "true"}, 2, "--max-restarts is an option of torchrun that fsdp2 run does not offer"},
       {{"--max_restarts=3", "true"}, 2, "ranks are not restarted"},
       {{"--numa-binding", "node", "true"}, 2, "numactl"},
       {{"--virtual-local-rank", "true"}, 2, "--virtual-local-rank"},
@@ -210,12 +193,10 @@ TEST(Run, ErrorsNameTheOptionAndTheFix) {
   for (const auto& use : uses) {
     Launch launch(use.arguments);
     EXPECT_EQ(launch.wait(), use.code) << use.text;
-    EXPECT_TRUE(contains(launch.err(), use.text))
-        << "expected: " << use.text << "\ngot: " << launch.err();
+    EXPECT_TRUE(contains(launch.err(), use.text)) << "expected: " << use.text << "\ngot: " << launch.err();
     EXPECT_EQ(launch.out(), "");
   }
-  for (auto harmless :
-       {"--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--standalone"}) {
+  for (auto harmless : {"--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--standalone"}) {
     Launch launch({harmless, "true"});
     EXPECT_EQ(launch.wait(), 0) << launch.err();
   }
@@ -224,8 +205,8 @@ TEST(Run, ErrorsNameTheOptionAndTheFix) {
 TEST(Run, TwentyPairsOfSimultaneousLaunchesSucceed) {
   std::set<std::string> ports;
   for (int pair = 0; pair < 20; ++pair) {
-    std::vector<std::string> arguments = shell(
-        {"--standalone", "--nproc-per-node", "2", "--no-prefix"}, "echo MASTER_PORT=$MASTER_PORT");
+    std::vector<std::string> arguments =
+        shell({"--standalone", "--nproc-per-node", "2", "--no-prefix"}, "echo MASTER_PORT=$MASTER_PORT");
     Launch first(arguments), second(arguments);
     EXPECT_EQ(first.wait(), 0) << first.err();
     EXPECT_EQ(second.wait(), 0) << second.err();
@@ -235,8 +216,8 @@ TEST(Run, TwentyPairsOfSimultaneousLaunchesSucceed) {
 
 TEST(Run, TwoNodesShareRanksAndFailures) {
   auto node = [](int rank, const std::string& command) {
-    return shell({"--nnodes", "2", "--node-rank", std::to_string(rank), "--master-addr",
-                  "127.0.0.1", "--master-port", "29637", "--nproc-per-node", rank == 0 ? "1" : "2"},
+    return shell({"--nnodes", "2", "--node-rank", std::to_string(rank), "--master-addr", "127.0.0.1", "--master-port",
+                  "29637", "--nproc-per-node", rank == 0 ? "1" : "2"},
                  command);
   };
   {
@@ -245,9 +226,7 @@ TEST(Run, TwoNodesShareRanksAndFailures) {
     EXPECT_EQ(zero.wait(), 0) << zero.err();
     EXPECT_EQ(one.wait(), 0) << one.err();
     EXPECT_EQ(zero.out(), "[rank 0] 0/3 0/2\n");
-    EXPECT_TRUE(contains(one.out(), "[rank 1] 1/3 1/2\n") &&
-                contains(one.out(), "[rank 2] 2/3 1/2\n"))
-        << one.out();
+    EXPECT_TRUE(contains(one.out(), "[rank 1] 1/3 1/2\n") && contains(one.out(), "[rank 2] 2/3 1/2\n")) << one.out();
   }
   Launch zero(node(0, "sleep 60")), one(node(1, "[ $LOCAL_RANK = 1 ] && exit 9; sleep 60"));
   EXPECT_EQ(one.wait(30), 9) << one.err();

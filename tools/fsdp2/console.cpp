@@ -78,18 +78,14 @@ void OutputQueue::flush(double seconds) {
   }
 }
 
-RankStream::RankStream(int fd, std::string prefix, OutputQueue* console,
-                       const std::string& log_path)
+RankStream::RankStream(int fd, std::string prefix, OutputQueue* console, const std::string& log_path)
     : fd_(fd), prefix_(std::move(prefix)), console_(console) {
   if (log_path.empty()) return;
   log_ = std::fopen(log_path.c_str(), "we");
-  FSDP2_CHECK(log_, kIo, "[run] cannot write ", log_path, ": ", strerror(errno),
-              "; choose another --log-dir");
+  FSDP2_CHECK(log_, kIo, "[run] cannot write ", log_path, ": ", strerror(errno), "; choose another --log-dir");
 }
 
-RankStream::~RankStream() {
-  finish();
-}
+RankStream::~RankStream() { finish(); }
 
 void RankStream::pump() {
   char buffer[16384];

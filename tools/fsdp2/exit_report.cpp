@@ -35,9 +35,7 @@ ErrorFile read_error_file(const std::string& path) {
   return out;
 }
 
-bool failed(const Worker& worker) {
-  return worker.ended && worker.ended->exit_code() != 0;
-}
+bool failed(const Worker& worker) { return worker.ended && worker.ended->exit_code() != 0; }
 
 std::string shortened(const std::string& text, size_t width) {
   auto line = text.substr(0, text.find('\n'));
@@ -74,8 +72,7 @@ std::optional<size_t> root_cause(const std::vector<RankReport>& ranks) {
   return best;
 }
 
-std::vector<std::string> exit_report(const std::vector<RankReport>& ranks, size_t root,
-                                     double seconds) {
+std::vector<std::string> exit_report(const std::vector<RankReport>& ranks, size_t root, double seconds) {
   std::vector<size_t> order;
   int num_failed = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
@@ -87,15 +84,13 @@ std::vector<std::string> exit_report(const std::vector<RankReport>& ranks, size_
                    [&](size_t a, size_t b) { return ranks[a].worker.rank < ranks[b].worker.rank; });
   order.push_back(root);
   std::vector<std::string> lines;
-  lines.push_back("fsdp2 run: " + std::to_string(std::max(num_failed, 1)) + " of " +
-                  std::to_string(ranks.size()) +
+  lines.push_back("fsdp2 run: " + std::to_string(std::max(num_failed, 1)) + " of " + std::to_string(ranks.size()) +
                   " ranks on this node failed; the root cause comes last");
   lines.push_back(row("rank", "local", "pid", "ended with", "last line on stderr"));
   for (size_t index : order) {
     const auto& worker = ranks[index].worker;
-    lines.push_back(row(std::to_string(worker.rank), std::to_string(worker.local_rank),
-                        std::to_string(worker.pid), how_it_ended(worker),
-                        shortened(ranks[index].last_line, 100)));
+    lines.push_back(row(std::to_string(worker.rank), std::to_string(worker.local_rank), std::to_string(worker.pid),
+                        how_it_ended(worker), shortened(ranks[index].last_line, 100)));
   }
   char host[256] = "?";
   gethostname(host, sizeof(host) - 1);
@@ -104,9 +99,8 @@ std::vector<std::string> exit_report(const std::vector<RankReport>& ranks, size_
   const auto& cause = ranks[root].worker;
   auto message = read_error_file(cause.error_file).message;
   if (message.empty()) message = ranks[root].last_line;
-  lines.push_back("fsdp2 run: root cause: rank " + std::to_string(cause.rank) + " (pid " +
-                  std::to_string(cause.pid) + " on " + host + ") ended with " +
-                  cause.ended->text() + " after " + after +
+  lines.push_back("fsdp2 run: root cause: rank " + std::to_string(cause.rank) + " (pid " + std::to_string(cause.pid) +
+                  " on " + host + ") ended with " + cause.ended->text() + " after " + after +
                   (message.empty() ? "" : ": " + shortened(message, 400)));
   return lines;
 }

@@ -22,7 +22,6 @@ std::optional<size_t> root_cause(const std::vector<RankReport>& ranks);
 
 /// A table of the ranks, the root cause as its last row, then one sentence about it. One line per
 /// element.
-std::vector<std::string> exit_report(const std::vector<RankReport>& ranks, size_t root,
-                                     double seconds);
+std::vector<std::string> exit_report(const std::vector<RankReport>& ranks, size_t root, double seconds);
 
 }  // namespace fsdp2::tool

@@ -19,14 +19,12 @@ int main(int argc, char** argv) {
                                             std::to_string(FSDP2_VERSION_PATCH));
   program.require_subcommand(1);
   program.failure_message([](const CLI::App*, const CLI::Error& error) {
-    return std::string("fsdp2: ") + error.what() +
-           "; fsdp2 --help and fsdp2 run --help list what there is\n";
+    return std::string("fsdp2: ") + error.what() + "; fsdp2 --help and fsdp2 run --help list what there is\n";
   });
   fsdp2::tool::RunCommandLine run(program);
   try {
     if (argc > 1 && argv[1][0] != '-' && std::string(argv[1]) != "run") {
-      FSDP2_THROW(kInvalidArgument, "unknown subcommand ", argv[1],
-                  "; there is: run. See fsdp2 --help");
+      FSDP2_THROW(kInvalidArgument, "unknown subcommand ", argv[1], "; there is: run. See fsdp2 --help");
     }
     program.parse(argc, argv);
     return fsdp2::tool::run(run.finish(), argv);
@@ -34,11 +32,9 @@ int main(int argc, char** argv) {
     return program.exit(error) == 0 ? 0 : 2;
   } catch (const fsdp2::Error& error) {
     std::cerr << "fsdp2: " << error.what_without_backtrace() << '\n';
-    return error.code() == fsdp2::ErrorCode::kInvalidArgument ||
-                   error.code() == fsdp2::ErrorCode::kUnsupported
-               ? 2
-           : error.code() == fsdp2::ErrorCode::kNotFound ? 127
-                                                         : 1;
+    return error.code() == fsdp2::ErrorCode::kInvalidArgument || error.code() == fsdp2::ErrorCode::kUnsupported ? 2
+           : error.code() == fsdp2::ErrorCode::kNotFound                                                        ? 127
+                                                                                                                : 1;
   } catch (const std::exception& error) {
     std::cerr << "fsdp2: " << error.what() << '\n';
     return 1;

@@ -61,8 +61,7 @@ Stat read_stat(const std::string& folder) {
   return stat;
 }
 
-[[noreturn]] void watch(int alive_fd, const std::string& unique_id,
-                        const std::string& scratch_folder) {
+[[noreturn]] void watch(int alive_fd, const std::string& unique_id, const std::string& scratch_folder) {
   char byte;
   while (read(alive_fd, &byte, 1) < 0 && errno == EINTR) {
   }
@@ -86,8 +85,7 @@ std::string make_unique_id() {
   return id;
 }
 
-std::vector<pid_t> find_run_processes(const std::string& unique_id, pid_t adopter,
-                                      const std::set<pid_t>& spared) {
+std::vector<pid_t> find_run_processes(const std::string& unique_id, pid_t adopter, const std::set<pid_t>& spared) {
   std::vector<pid_t> found;
   DIR* proc = opendir("/proc");
   if (!proc) return found;
@@ -104,8 +102,7 @@ std::vector<pid_t> find_run_processes(const std::string& unique_id, pid_t adopte
   return found;
 }
 
-bool kill_run_processes(const std::string& unique_id, pid_t adopter, const std::set<pid_t>& spared,
-                        double seconds) {
+bool kill_run_processes(const std::string& unique_id, pid_t adopter, const std::set<pid_t>& spared, double seconds) {
   using Clock = std::chrono::steady_clock;
   auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
   // A process between fork and exec can hide from one scan, so nothing must be found three times in
@@ -124,8 +121,7 @@ bool kill_run_processes(const std::string& unique_id, pid_t adopter, const std::
   return true;
 }
 
-Watchdog::Watchdog(const std::string& unique_id, const std::string& scratch_folder,
-                   char** program_args) {
+Watchdog::Watchdog(const std::string& unique_id, const std::string& scratch_folder, char** program_args) {
   int fds[2];
   FSDP2_CHECK(pipe2(fds, O_CLOEXEC) == 0, kIo, "[run] cannot make a pipe: ", strerror(errno));
   pid_ = fork();

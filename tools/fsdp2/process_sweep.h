@@ -20,13 +20,11 @@ std::string make_unique_id();
 
 /// Processes, zombies excluded, that carry `unique_id` in their environment, and those adopted by
 /// `adopter` (orphans of its ranks), except `spared`.
-std::vector<pid_t> find_run_processes(const std::string& unique_id, pid_t adopter,
-                                      const std::set<pid_t>& spared);
+std::vector<pid_t> find_run_processes(const std::string& unique_id, pid_t adopter, const std::set<pid_t>& spared);
 
 /// SIGKILLs what find_run_processes finds until nothing is left; false when some outlived
 /// `seconds`.
-bool kill_run_processes(const std::string& unique_id, pid_t adopter, const std::set<pid_t>& spared,
-                        double seconds);
+bool kill_run_processes(const std::string& unique_id, pid_t adopter, const std::set<pid_t>& spared, double seconds);
 
 /// A process outside the launcher's session that waits for the launcher's end, however sudden, then
 /// kills the run's processes and removes `scratch_folder`. Start it before any thread exists.

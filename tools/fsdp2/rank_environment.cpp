@@ -36,8 +36,7 @@ Variables rank_variables(const RunOptions& options, const JobShape& job, int loc
       {"TORCH_NCCL_ASYNC_ERROR_HANDLING", nccl_handling ? nccl_handling : "1"},
       {kRunChainVariable, (outer_chain ? std::string(outer_chain) + ":" : "") + job.unique_id},
   };
-  if (!getenv("OMP_NUM_THREADS") && options.num_local_ranks > 1)
-    variables.emplace_back("OMP_NUM_THREADS", "1");
+  if (!getenv("OMP_NUM_THREADS") && options.num_local_ranks > 1) variables.emplace_back("OMP_NUM_THREADS", "1");
   return variables;
 }
 
@@ -64,12 +63,9 @@ std::string line_prefix(const RunOptions& options, const JobShape& job, int loca
   if (!wanted) return "[rank " + rank + "] ";
   std::string text = wanted;
   const std::pair<std::string, std::string> holes[] = {
-      {"${role_name}", options.role},
-      {"${rank}", rank},
-      {"${local_rank}", std::to_string(local_rank)}};
+      {"${role_name}", options.role}, {"${rank}", rank}, {"${local_rank}", std::to_string(local_rank)}};
   for (const auto& [hole, value] : holes) {
-    for (auto at = text.find(hole); at != std::string::npos;
-         at = text.find(hole, at + value.size())) {
+    for (auto at = text.find(hole); at != std::string::npos; at = text.find(hole, at + value.size())) {
       text.replace(at, hole.size(), value);
     }
   }

@@ -15,12 +15,8 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 // Away from the keys of the ranks, which live under /worker and default_pg.
-std::string key(const std::string& name) {
-  return "fsdp2_run/" + name;
-}
-std::string key(const std::string& name, int node) {
-  return key(name) + "/" + std::to_string(node);
-}
+std::string key(const std::string& name) { return "fsdp2_run/" + name; }
+std::string key(const std::string& name, int node) { return key(name) + "/" + std::to_string(node); }
 
 std::string first_line(const std::exception& error) {
   std::string text = error.what();
@@ -41,9 +37,7 @@ struct Rendezvous::Store {
 };
 
 Rendezvous::Rendezvous(const RunOptions& options)
-    : store_(std::make_unique<Store>()),
-      num_nodes_(options.num_nodes),
-      node_rank_(options.node_rank) {
+    : store_(std::make_unique<Store>()), num_nodes_(options.num_nodes), node_rank_(options.node_rank) {
   milliseconds join_timeout(static_cast<int64_t>(options.join_timeout * 1000));
   c10d::TCPStoreOptions store_options;
   store_options.port = static_cast<uint16_t>(options.master_port);
@@ -54,14 +48,13 @@ Rendezvous::Rendezvous(const RunOptions& options)
     store_->tcp = c10::make_intrusive<c10d::TCPStore>(options.master_addr, store_options);
   } catch (const std::exception& error) {
     if (node_rank_ == 0) {
-      FSDP2_THROW(kIo, "[run] cannot host the store on port ", options.master_port, " (address ",
-                  options.master_addr, "): ", first_line(error),
+      FSDP2_THROW(kIo, "[run] cannot host the store on port ", options.master_port, " (address ", options.master_addr,
+                  "): ", first_line(error),
                   options.num_nodes == 1 ? "; leave --master-port out to get a free port"
                                          : "; give every node another --master-port");
     }
-    FSDP2_THROW(kTimeout, "[run] node ", node_rank_, " cannot reach node 0 at ",
-                options.master_addr, ":", options.master_port, " within ", options.join_timeout,
-                " s: ", first_line(error),
+    FSDP2_THROW(kTimeout, "[run] node ", node_rank_, " cannot reach node 0 at ", options.master_addr, ":",
+                options.master_port, " within ", options.join_timeout, " s: ", first_line(error),
                 "; start fsdp2 run there too, and check address, port and firewall");
   }
   if (num_nodes_ == 1) {
@@ -71,13 +64,10 @@ Rendezvous::Rendezvous(const RunOptions& options)
   }
 
   try {
-    if (node_rank_ == 0)
-      store_->set(key("run_id"), options.run_id.empty() ? make_unique_id() : options.run_id);
-    FSDP2_CHECK(store_->tcp->add(key("joined", node_rank_), 1) == 1, kInvalidArgument,
-                "[run] node rank ", node_rank_,
+    if (node_rank_ == 0) store_->set(key("run_id"), options.run_id.empty() ? make_unique_id() : options.run_id);
+    FSDP2_CHECK(store_->tcp->add(key("joined", node_rank_), 1) == 1, kInvalidArgument, "[run] node rank ", node_rank_,
                 " joined twice; give each node another --node-rank, 0 to ", num_nodes_ - 1);
-    store_->set(key("ranks", node_rank_),
-                std::to_string(num_nodes_) + " " + std::to_string(options.num_local_ranks));
+    store_->set(key("ranks", node_rank_), std::to_string(num_nodes_) + " " + std::to_string(options.num_local_ranks));
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -91,15 +81,13 @@ Rendezvous::Rendezvous(const RunOptions& options)
       store_->tcp->wait({key("ranks", node)}, std::max(left, milliseconds(1)));
       text = store_->get(key("ranks", node));
     } catch (const std::exception& error) {
-      FSDP2_THROW(kTimeout, "[run] node ", node, " of ", num_nodes_, " did not come within ",
-                  options.join_timeout, " s; start fsdp2 run there with --node-rank ", node, " (",
-                  first_line(error), ")");
+      FSDP2_THROW(kTimeout, "[run] node ", node, " of ", num_nodes_, " did not come within ", options.join_timeout,
+                  " s; start fsdp2 run there with --node-rank ", node, " (", first_line(error), ")");
     }
     auto space = text.find(' ');
     int their_nodes = std::stoi(text), their_ranks = std::stoi(text.substr(space));
-    FSDP2_CHECK(their_nodes == num_nodes_, kInvalidArgument, "[run] node ", node,
-                " was started with --nnodes ", their_nodes, ", node ", node_rank_, " with ",
-                num_nodes_, "; give the same number everywhere");
+    FSDP2_CHECK(their_nodes == num_nodes_, kInvalidArgument, "[run] node ", node, " was started with --nnodes ",
+                their_nodes, ", node ", node_rank_, " with ", num_nodes_, "; give the same number everywhere");
     if (node < node_rank_) first_rank_ += their_ranks;
     world_size_ += their_ranks;
   }
@@ -108,9 +96,7 @@ Rendezvous::Rendezvous(const RunOptions& options)
 
 Rendezvous::~Rendezvous() = default;
 
-int Rendezvous::port() const {
-  return store_->tcp->getPort();
-}
+int Rendezvous::port() const { return store_->tcp->getPort(); }
 
 void Rendezvous::publish_failure(const std::string& cause) noexcept {
   if (num_nodes_ == 1) return;

@@ -21,13 +21,12 @@ namespace {
 std::string make_scratch_folder(const RunOptions& options, const std::string& name) {
   namespace fs = std::filesystem;
   std::error_code error;
-  fs::path parent = options.log_dir.empty() ? fs::temp_directory_path(error)
-                                            : fs::absolute(options.log_dir, error);
+  fs::path parent = options.log_dir.empty() ? fs::temp_directory_path(error) : fs::absolute(options.log_dir, error);
   if (!error) fs::create_directories(parent, error);
   std::string folder = (parent / (name + "_XXXXXX")).string();
-  FSDP2_CHECK(!error && mkdtemp(folder.data()), kIo, "[run] cannot make a folder in ",
-              parent.string(), ": ", error ? error.message() : strerror(errno),
-              "; give another one with ", options.log_dir.empty() ? "TMPDIR" : "--log-dir");
+  FSDP2_CHECK(!error && mkdtemp(folder.data()), kIo, "[run] cannot make a folder in ", parent.string(), ": ",
+              error ? error.message() : strerror(errno), "; give another one with ",
+              options.log_dir.empty() ? "TMPDIR" : "--log-dir");
   return folder;
 }
 
@@ -44,8 +43,7 @@ void print_plan(const RunOptions& options, JobShape job) {
     for (const auto& word : options.command) std::cout << ' ' << word;
     std::cout << '\n';
     for (const auto& [name, value] : rank_variables(options, job, local_rank)) {
-      std::cout << name << '=' << (name == "MASTER_PORT" && job.port == 0 ? "(a free port)" : value)
-                << '\n';
+      std::cout << name << '=' << (name == "MASTER_PORT" && job.port == 0 ? "(a free port)" : value) << '\n';
     }
   }
 }
@@ -59,8 +57,7 @@ int run(const RunOptions& options, char** program_args) {
     return 0;
   }
   job.unique_id = make_unique_id();
-  job.scratch_folder =
-      make_scratch_folder(options, options.run_id.empty() ? job.unique_id : "fsdp2-run");
+  job.scratch_folder = make_scratch_folder(options, options.run_id.empty() ? job.unique_id : "fsdp2-run");
   bool keep_folder = !options.log_dir.empty();
   int code = 1;
   {

@@ -19,8 +19,7 @@ struct StreamChoice {
 };
 
 struct RunOptions {
-  std::vector<std::string>
-      command;  // what each rank executes, resolved: {"/usr/bin/python3", "-u", "train.py"}
+  std::vector<std::string> command;  // what each rank executes, resolved: {"/usr/bin/python3", "-u", "train.py"}
   int num_nodes = 1;
   int node_rank = 0;
   int num_local_ranks = 1;

@@ -31,16 +31,13 @@ void on_signal(int signal_number) {
   errno = saved;
 }
 
-constexpr double kUnkillableSeconds =
-    5.0;  // how long a killed process may stay, e.g. in a hanging file system
+constexpr double kUnkillableSeconds = 5.0;  // how long a killed process may stay, e.g. in a hanging file system
 
 }  // namespace
 
-Supervisor::Supervisor(const RunOptions& options, const JobShape& job, Rendezvous& rendezvous,
-                       pid_t watchdog)
+Supervisor::Supervisor(const RunOptions& options, const JobShape& job, Rendezvous& rendezvous, pid_t watchdog)
     : options_(options), job_(job), rendezvous_(rendezvous), watchdog_(watchdog) {
-  FSDP2_CHECK(pipe2(signal_pipe, O_CLOEXEC | O_NONBLOCK) == 0, kIo,
-              "[run] cannot make a pipe: ", strerror(errno));
+  FSDP2_CHECK(pipe2(signal_pipe, O_CLOEXEC | O_NONBLOCK) == 0, kIo, "[run] cannot make a pipe: ", strerror(errno));
   struct sigaction action {};
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;
@@ -62,9 +59,7 @@ Supervisor::~Supervisor() {
   kill_run_processes(job_.unique_id, getpid(), {watchdog_}, 2.0);
 }
 
-void Supervisor::note(const std::string& text) {
-  stderr_.line("", "fsdp2 run: " + text);
-}
+void Supervisor::note(const std::string& text) { stderr_.line("", "fsdp2 run: " + text); }
 
 OutputQueue& Supervisor::out_console() {
   // On one terminal the two streams share it line by line, or a line would land in the other's
@@ -98,17 +93,14 @@ void Supervisor::start_ranks() {
       return std::make_unique<RankStream>(fd, prefix, shown && !redirected ? &console : nullptr,
                                           redirected || teed ? folder + file : "");
     };
-    rank.out =
-        stream(rank.worker.out_fd, out_console(), redirect.out && !tee.out, tee.out, "/stdout.log");
-    rank.err =
-        stream(rank.worker.err_fd, stderr_, redirect.err && !tee.err, tee.err, "/stderr.log");
+    rank.out = stream(rank.worker.out_fd, out_console(), redirect.out && !tee.out, tee.out, "/stdout.log");
+    rank.err = stream(rank.worker.err_fd, stderr_, redirect.err && !tee.err, tee.err, "/stderr.log");
     ranks_.push_back(std::move(rank));
   }
 }
 
 bool Supervisor::all_ended() const {
-  return std::all_of(ranks_.begin(), ranks_.end(),
-                     [](const Rank& rank) { return rank.worker.ended.has_value(); });
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.worker.ended.has_value(); });
 }
 
 void Supervisor::wait_for_event() {
@@ -148,15 +140,14 @@ void Supervisor::handle_signals() {
   for (ssize_t i = 0; i < got; ++i) {
     int number = numbers[i];
     if (number == SIGCHLD) continue;
-    bool ends_the_job =
-        number == SIGTERM || number == SIGINT || number == SIGHUP || number == SIGQUIT;
+    bool ends_the_job = number == SIGTERM || number == SIGINT || number == SIGHUP || number == SIGQUIT;
     if (!ends_the_job) {
       for (auto& rank : ranks_) {
         if (!rank.worker.ended) kill(rank.worker.pid, number);
       }
     } else if (!kill_at_ && !give_up_at_) {
-      note("got " + signal_name(number) + ": passing it on, SIGKILL follows in " +
-           c10::str(options_.shutdown_timeout) + " s");
+      note("got " + signal_name(number) + ": passing it on, SIGKILL follows in " + c10::str(options_.shutdown_timeout) +
+           " s");
       stop_reason_ = signal_name(number) + " came from outside";
       stop(number);
     } else if (kill_at_ && number == SIGINT) {
@@ -170,12 +161,10 @@ void Supervisor::reap() {
   std::optional<Worker> first_failure;
   auto now = Clock::now();
   for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
-    if (pid == watchdog_)
-      note("its watchdog was killed: after a SIGKILL of this launcher, daemons could stay");
+    if (pid == watchdog_) note("its watchdog was killed: after a SIGKILL of this launcher, daemons could stay");
     for (auto& rank : ranks_) {
       if (rank.worker.pid != pid || rank.worker.ended) continue;
-      rank.worker.ended =
-          WIFSIGNALED(status) ? Ended{true, WTERMSIG(status)} : Ended{false, WEXITSTATUS(status)};
+      rank.worker.ended = WIFSIGNALED(status) ? Ended{true, WTERMSIG(status)} : Ended{false, WEXITSTATUS(status)};
       rank.worker.ended_at = now;
       rank.worker.told_to_stop = kill_at_.has_value() || give_up_at_.has_value();
       if (rank.worker.ended->exit_code() != 0 && !first_failure) first_failure = rank.worker;
@@ -183,11 +172,10 @@ void Supervisor::reap() {
   }
   if (!first_failure || kill_at_ || give_up_at_) return;
   rendezvous_.publish_failure("rank " + std::to_string(first_failure->rank) + " on node " +
-                              std::to_string(options_.node_rank) + " ended with " +
-                              first_failure->ended->text());
+                              std::to_string(options_.node_rank) + " ended with " + first_failure->ended->text());
   if (!all_ended()) {
-    note("rank " + std::to_string(first_failure->rank) + " ended with " +
-         first_failure->ended->text() + "; stopping the others");
+    note("rank " + std::to_string(first_failure->rank) + " ended with " + first_failure->ended->text() +
+         "; stopping the others");
   }
   stop(SIGTERM);
 }
@@ -202,9 +190,7 @@ void Supervisor::check_other_nodes() {
   stop(SIGTERM);
 }
 
-std::set<pid_t> Supervisor::spared() const {
-  return {watchdog_};
-}
+std::set<pid_t> Supervisor::spared() const { return {watchdog_}; }
 
 void Supervisor::signal_everything(int signal_number) {
   std::set<pid_t> done;
@@ -223,8 +209,8 @@ void Supervisor::signal_everything(int signal_number) {
 }
 
 void Supervisor::stop(int signal_number) {
-  kill_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                std::chrono::duration<double>(options_.shutdown_timeout));
+  kill_at_ = Clock::now() +
+             std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.shutdown_timeout));
   signal_everything(signal_number);
 }
 
@@ -232,8 +218,7 @@ void Supervisor::advance_shutdown() {
   auto now = Clock::now();
   if (kill_at_ && now >= *kill_at_) {
     kill_at_.reset();
-    give_up_at_ = now + std::chrono::duration_cast<Clock::duration>(
-                            std::chrono::duration<double>(kUnkillableSeconds));
+    give_up_at_ = now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(kUnkillableSeconds));
     signal_everything(SIGKILL);
   } else if (give_up_at_ && now >= *give_up_at_) {
     gave_up_ = true;
@@ -246,8 +231,7 @@ void Supervisor::end_leftovers() {
   // Asked once already when the job was being stopped; then what is left of the time counts.
   auto until = kill_at_.value_or(Clock::now());
   if (!kill_at_ && !give_up_at_) {
-    until += std::chrono::duration_cast<Clock::duration>(
-        std::chrono::duration<double>(options_.shutdown_timeout));
+    until += std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.shutdown_timeout));
     for (pid_t pid : leftovers) kill(pid, SIGTERM);
   }
   while (Clock::now() < until && !leftovers.empty()) {

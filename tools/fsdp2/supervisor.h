@@ -19,8 +19,7 @@ namespace fsdp2::tool {
 
 class Supervisor {
  public:
-  Supervisor(const RunOptions& options, const JobShape& job, Rendezvous& rendezvous,
-             pid_t watchdog);
+  Supervisor(const RunOptions& options, const JobShape& job, Rendezvous& rendezvous, pid_t watchdog);
   ~Supervisor();
   /// Runs the job to its end and returns the exit code of `fsdp2 run`.
   int run();

@@ -40,8 +40,7 @@ Channel open_channel(bool terminal, int our_terminal) {
     }
   }
   int fds[2];
-  FSDP2_CHECK(pipe2(fds, O_CLOEXEC) == 0, kIo,
-              "[run] cannot make a pipe for a rank's output: ", strerror(errno),
+  FSDP2_CHECK(pipe2(fds, O_CLOEXEC) == 0, kIo, "[run] cannot make a pipe for a rank's output: ", strerror(errno),
               "; raise the limit of open files (ulimit -n)");
   fcntl(fds[0], F_SETFL, O_NONBLOCK);
   return {fds[0], fds[1]};
@@ -56,9 +55,7 @@ std::vector<char*> pointers(const std::vector<std::string>& strings) {
 
 }  // namespace
 
-std::string Ended::text() const {
-  return by_signal ? signal_name(number) : "code " + std::to_string(number);
-}
+std::string Ended::text() const { return by_signal ? signal_name(number) : "code " + std::to_string(number); }
 
 Worker start_worker(const WorkerStart& start) {
   auto out = open_channel(start.terminal_out, STDOUT_FILENO);
@@ -78,8 +75,7 @@ Worker start_worker(const WorkerStart& start) {
     if (getppid() != launcher) _exit(1);  // it died before the line above
     sigset_t none;
     sigemptyset(&none);
-    for (int signal_number = 1; signal_number < NSIG; ++signal_number)
-      signal(signal_number, SIG_DFL);
+    for (int signal_number = 1; signal_number < NSIG; ++signal_number) signal(signal_number, SIG_DFL);
     sigprocmask(SIG_SETMASK, &none, nullptr);
     if (!start.keeps_stdin) dup2(open("/dev/null", O_RDONLY), STDIN_FILENO);
     dup2(out.theirs, STDOUT_FILENO);
