@@ -30,13 +30,12 @@ struct StateDictOptions {
 /// DTensors; a group that is unsharded at the moment is resharded first). A tied parameter is under
 /// each of its names. kUsage: a trainable plain parameter beside DTensors that is not in
 /// ignored_params (a forgotten fully_shard).
-FSDP2_API dcp::StateDict get_model_state_dict(ModuleRef module,
-                                              const StateDictOptions& options = {});
+FSDP2_API dcp::StateDict get_model_state_dict(ModuleRef module, const StateDictOptions& options = {});
 
 /// Copies values into the model. A value is a DTensor of the parameter's layout or a plain tensor
-/// of its full shape (the same on every rank). Parameters on meta are materialised. Not collective.
-/// kNotFound: missing keys (strict); kInvalidArgument: unexpected keys (strict), other sizes or
-/// layout.
+/// of its full shape (the same on every rank). Parameters on meta are materialised: they take the values over where
+/// they fit as they are. Not collective. kNotFound: missing keys (strict); kInvalidArgument: unexpected keys (strict),
+/// other sizes or layout.
 FSDP2_API dcp::LoadReport set_model_state_dict(ModuleRef module, const dcp::StateDict& state,
                                                const StateDictOptions& options = {});
 
@@ -44,36 +43,29 @@ FSDP2_API dcp::LoadReport set_model_state_dict(ModuleRef module, const dcp::Stat
 /// "params": [fqn, ...]}]} with PyTorch's keys for SGD, Adam, AdamW, Adagrad and RMSprop. State
 /// that does not exist yet appears as zeros (no step is taken, the optimizer is not changed).
 /// Tensors share memory with the optimizer.
-FSDP2_API dcp::StateDict get_optimizer_state_dict(ModuleRef module,
-                                                  torch::optim::Optimizer& optimizer,
+FSDP2_API dcp::StateDict get_optimizer_state_dict(ModuleRef module, torch::optim::Optimizer& optimizer,
                                                   const StateDictOptions& options = {});
-FSDP2_API dcp::StateDict get_optimizer_state_dict(
-    ModuleRef module, const std::vector<torch::optim::Optimizer*>& optimizers,
-    const StateDictOptions& options = {});
+FSDP2_API dcp::StateDict get_optimizer_state_dict(ModuleRef module,
+                                                  const std::vector<torch::optim::Optimizer*>& optimizers,
+                                                  const StateDictOptions& options = {});
 
 /// The reverse: state by FQN, groups matched by the parameters in them; hyper-parameters that the
 /// dict lacks or that libtorch does not have keep their constructed value, with a note in the log.
 /// Call it before backward or after step. kNotFound: state of a trainable parameter is missing
 /// (strict) or incomplete.
 FSDP2_API void set_optimizer_state_dict(ModuleRef module, torch::optim::Optimizer& optimizer,
-                                        const dcp::StateDict& state,
-                                        const StateDictOptions& options = {});
-FSDP2_API void set_optimizer_state_dict(ModuleRef module,
-                                        const std::vector<torch::optim::Optimizer*>& optimizers,
-                                        const dcp::StateDict& state,
-                                        const StateDictOptions& options = {});
+                                        const dcp::StateDict& state, const StateDictOptions& options = {});
+FSDP2_API void set_optimizer_state_dict(ModuleRef module, const std::vector<torch::optim::Optimizer*>& optimizers,
+                                        const dcp::StateDict& state, const StateDictOptions& options = {});
 
 /// Model and optimizer at once.
+FSDP2_API std::pair<dcp::StateDict, dcp::StateDict> get_state_dict(ModuleRef module, torch::optim::Optimizer& optimizer,
+                                                                   const StateDictOptions& options = {});
 FSDP2_API std::pair<dcp::StateDict, dcp::StateDict> get_state_dict(
-    ModuleRef module, torch::optim::Optimizer& optimizer, const StateDictOptions& options = {});
-FSDP2_API std::pair<dcp::StateDict, dcp::StateDict> get_state_dict(
-    ModuleRef module, const std::vector<torch::optim::Optimizer*>& optimizers,
-    const StateDictOptions& options = {});
-FSDP2_API void set_state_dict(ModuleRef module, torch::optim::Optimizer& optimizer,
-                              const dcp::StateDict& model, const dcp::StateDict& optim,
-                              const StateDictOptions& options = {});
-FSDP2_API void set_state_dict(ModuleRef module,
-                              const std::vector<torch::optim::Optimizer*>& optimizers,
+    ModuleRef module, const std::vector<torch::optim::Optimizer*>& optimizers, const StateDictOptions& options = {});
+FSDP2_API void set_state_dict(ModuleRef module, torch::optim::Optimizer& optimizer, const dcp::StateDict& model,
+                              const dcp::StateDict& optim, const StateDictOptions& options = {});
+FSDP2_API void set_state_dict(ModuleRef module, const std::vector<torch::optim::Optimizer*>& optimizers,
                               const dcp::StateDict& model, const dcp::StateDict& optim,
                               const StateDictOptions& options = {});
 
