@@ -18,8 +18,7 @@ Exchange::Exchange(const ProcessGroup& group) : group_(group) {
               "[dcp] this process is not in the group it passed; only ranks of the group may call");
 }
 
-std::vector<std::string> Exchange::gather(std::string_view doing,
-                                          const std::function<std::string()>& work) const {
+std::vector<std::string> Exchange::gather(std::string_view doing, const std::function<std::string()>& work) const {
   if (world_size_ == 1) return {work()};
   std::string mine;
   try {
@@ -33,8 +32,7 @@ std::vector<std::string> Exchange::gather(std::string_view doing,
   const auto failed = [](const std::string& result) { return result[0] != kDone; };
   const auto first = std::find_if(all.begin(), all.end(), failed);
   if (first != all.end()) {
-    std::string text = c10::str("[dcp] rank ", first - all.begin(), " failed while ", doing, ": ",
-                                first->substr(1));
+    std::string text = c10::str("[dcp] rank ", first - all.begin(), " failed while ", doing, ": ", first->substr(1));
     const auto failures = std::count_if(all.begin(), all.end(), failed);
     if (failures > 1) text += c10::str(" (and ", failures - 1, " more ranks)");
     throw Error(static_cast<ErrorCode>((*first)[0]), text);

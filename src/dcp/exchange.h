@@ -25,8 +25,7 @@ class Exchange {
   /// Runs `work` on every rank and gives every rank all results, by rank. If it throws anywhere,
   /// every rank gets an fsdp2::Error that names the first rank that failed and says why. `doing`
   /// completes "failed while ...".
-  std::vector<std::string> gather(std::string_view doing,
-                                  const std::function<std::string()>& work) const;
+  std::vector<std::string> gather(std::string_view doing, const std::function<std::string()>& work) const;
 
  private:
   ProcessGroup group_;
@@ -73,8 +72,7 @@ class ByteReader {
 
  private:
   std::string_view take(size_t count) {
-    FSDP2_CHECK(count <= input_.size(), kPeerFailed,
-                "[dcp] another rank sent a message that ends too early");
+    FSDP2_CHECK(count <= input_.size(), kPeerFailed, "[dcp] another rank sent a message that ends too early");
     const std::string_view result = input_.substr(0, count);
     input_.remove_prefix(count);
     return result;

@@ -14,26 +14,21 @@ namespace {
 
 constexpr int kMaxDepth = 200;
 
-bool is_dict(const Value& value) {
-  return value.kind() == Kind::Dict || value.kind() == Kind::OrderedDict;
-}
+bool is_dict(const Value& value) { return value.kind() == Kind::Dict || value.kind() == Kind::OrderedDict; }
 
 bool holds_tensor(const Value& value, int depth = 0) {
   if (value.kind() == Kind::Tensor) return true;
   if (depth > kMaxDepth) return false;
   const auto holds = [&](const Value& item) { return holds_tensor(item, depth + 1); };
-  if (value.kind() == Kind::List)
-    return std::any_of(value.list().begin(), value.list().end(), holds);
+  if (value.kind() == Kind::List) return std::any_of(value.list().begin(), value.list().end(), holds);
   if (!is_dict(value)) return false;
   const Items items = value.items();
-  return std::any_of(items.begin(), items.end(),
-                     [&](const auto& item) { return holds(item.second); });
+  return std::any_of(items.begin(), items.end(), [&](const auto& item) { return holds(item.second); });
 }
 
 /// A list is entered if an element is a tensor, a dict, or a list that is entered.
 bool enters_list(const Value& list, int depth = 0) {
-  return depth < kMaxDepth &&
-         std::any_of(list.list().begin(), list.list().end(), [&](const Value& item) {
+  return depth < kMaxDepth && std::any_of(list.list().begin(), list.list().end(), [&](const Value& item) {
            return item.kind() == Kind::Tensor || is_dict(item) ||
                   (item.kind() == Kind::List && enters_list(item, depth + 1));
          });
@@ -58,15 +53,13 @@ std::string key_text(const Value& key, const std::string& where) {
 
 class Flattener {
  public:
-  Flattener(std::vector<LoadedObject>* objects, FlattenStyle style)
-      : objects_(objects), style_(style) {}
+  Flattener(std::vector<LoadedObject>* objects, FlattenStyle style) : objects_(objects), style_(style) {}
 
   std::vector<Leaf> run(StateDict& state) {
     for (auto& [key, value] : state) visit({key}, key, value, 0);
     std::unordered_set<std::string_view> seen;
     for (const Leaf& leaf : leaves_) {
-      FSDP2_CHECK(seen.insert(leaf.fqn).second, kInvalidArgument,
-                  "[dcp] two values have the joined key '", leaf.fqn,
+      FSDP2_CHECK(seen.insert(leaf.fqn).second, kInvalidArgument, "[dcp] two values have the joined key '", leaf.fqn,
                   "'; rename one of the keys between the dots");
     }
     return std::move(leaves_);
@@ -74,15 +67,15 @@ class Flattener {
 
  private:
   void visit(Path path, std::string fqn, Value& value, int depth) {
-    FSDP2_CHECK(depth < kMaxDepth, kInvalidArgument, "[dcp] '", fqn.substr(0, 200),
-                "' is nested deeper than ", kMaxDepth, " levels");
+    FSDP2_CHECK(depth < kMaxDepth, kInvalidArgument, "[dcp] '", fqn.substr(0, 200), "' is nested deeper than ",
+                kMaxDepth, " levels");
     const auto child = [&](auto part, const std::string& text, Value& item) {
       Path longer = path;
       longer.emplace_back(part);
       visit(std::move(longer), fqn + "." + text, item, depth + 1);
     };
-    const bool enter_dict = is_dict(value) && (style_ == FlattenStyle::kCurrent ||
-                                               ValueAccess::stateful(value) || holds_tensor(value));
+    const bool enter_dict =
+        is_dict(value) && (style_ == FlattenStyle::kCurrent || ValueAccess::stateful(value) || holds_tensor(value));
     if (enter_dict) {
       auto& content = ValueAccess::mutable_rep(value)->content;
       if (auto* items = std::get_if<Items>(&content)) {
@@ -97,13 +90,11 @@ class Flattener {
         if (objects_) objects_->push_back({box->object, &box->state});
       }
       auto* box = std::get_if<StatefulBox>(&content);
-      for (auto& [key, item] : box ? box->state : std::get<StateDict>(content))
-        child(key, key, item);
+      for (auto& [key, item] : box ? box->state : std::get<StateDict>(content)) child(key, key, item);
     } else if (value.kind() == Kind::List &&
                (style_ == FlattenStyle::kCurrent ? enters_list(value) : holds_tensor(value))) {
       std::vector<Value>& list = ValueAccess::mutable_list(value);
-      for (size_t i = 0; i < list.size(); ++i)
-        child(static_cast<int64_t>(i), std::to_string(i), list[i]);
+      for (size_t i = 0; i < list.size(); ++i) child(static_cast<int64_t>(i), std::to_string(i), list[i]);
     } else {
       leaves_.push_back({std::move(fqn), std::move(path), &value});
     }
@@ -156,8 +147,7 @@ std::string path_text(const Path& path) {
 
 }  // namespace
 
-std::vector<Leaf> flatten(StateDict& state, std::vector<LoadedObject>* objects,
-                          FlattenStyle style) {
+std::vector<Leaf> flatten(StateDict& state, std::vector<LoadedObject>* objects, FlattenStyle style) {
   return Flattener(objects, style).run(state);
 }
 
@@ -167,14 +157,12 @@ StateDict unflatten(std::vector<std::pair<Path, Value>> leaves) {
   Node root;
   root.kind = Node::Kind::kDict;
   for (auto& [path, value] : leaves) {
-    const bool fine =
-        !path.empty() && path.size() < kMaxDepth && std::holds_alternative<std::string>(path[0]);
+    const bool fine = !path.empty() && path.size() < kMaxDepth && std::holds_alternative<std::string>(path[0]);
     FSDP2_CHECK(fine, kCorruption, "[dcp] the saved path '", path_text(path),
                 "' does not start with a key of the state, or is too long");
     Node* node = &root;
     for (const auto& part : path) {
-      const Node::Kind wanted =
-          std::holds_alternative<std::string>(part) ? Node::Kind::kDict : Node::Kind::kList;
+      const Node::Kind wanted = std::holds_alternative<std::string>(part) ? Node::Kind::kDict : Node::Kind::kList;
       if (node->kind == Node::Kind::kEmpty) node->kind = wanted;
       FSDP2_CHECK(node->kind == wanted, kCorruption, "[dcp] the saved path '", path_text(path),
                   "' contradicts the path of another key");
@@ -199,8 +187,8 @@ StateDict unflatten(std::vector<std::pair<Path, Value>> leaves) {
       if (!node->list[index]) node->list[index] = std::make_unique<Node>();
       node = node->list[index].get();
     }
-    FSDP2_CHECK(node->kind == Node::Kind::kEmpty, kCorruption, "[dcp] the saved path '",
-                path_text(path), "' is also the path of another key");
+    FSDP2_CHECK(node->kind == Node::Kind::kEmpty, kCorruption, "[dcp] the saved path '", path_text(path),
+                "' is also the path of another key");
     node->kind = Node::Kind::kLeaf;
     node->leaf = std::move(value);
   }

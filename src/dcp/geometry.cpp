@@ -33,14 +33,13 @@ std::optional<Chunk> intersect(const Chunk& a, const Chunk& b) {
 
 std::string chunk_fault(const std::vector<int64_t>& sizes, const Chunk& chunk) {
   if (chunk.offsets.size() != sizes.size() || chunk.sizes.size() != sizes.size()) {
-    return c10::str("a chunk has ", chunk.offsets.size(), " offsets and ", chunk.sizes.size(),
-                    " sizes");
+    return c10::str("a chunk has ", chunk.offsets.size(), " offsets and ", chunk.sizes.size(), " sizes");
   }
   for (size_t d = 0; d < sizes.size(); ++d) {
     const int64_t offset = chunk.offsets[d], size = chunk.sizes[d];
     if (offset < 0 || size < 0 || offset > sizes[d] || size > sizes[d] - offset) {
-      return c10::str("the chunk at ", shape_text(chunk.offsets), " of size ",
-                      shape_text(chunk.sizes), " leaves the tensor");
+      return c10::str("the chunk at ", shape_text(chunk.offsets), " of size ", shape_text(chunk.sizes),
+                      " leaves the tensor");
     }
   }
   return {};
@@ -49,8 +48,7 @@ std::string chunk_fault(const std::vector<int64_t>& sizes, const Chunk& chunk) {
 std::string cover_fault(const std::vector<int64_t>& sizes, const std::vector<Chunk>& chunks) {
   const int64_t numel = checked_numel(sizes).value_or(0);
   if (sizes.empty()) {
-    if (chunks.size() != 1)
-      return c10::str(chunks.size(), " chunks for a tensor without dimensions");
+    if (chunks.size() != 1) return c10::str(chunks.size(), " chunks for a tensor without dimensions");
     return {};
   }
   std::vector<const Chunk*> order;
@@ -77,8 +75,8 @@ std::string cover_fault(const std::vector<int64_t>& sizes, const std::vector<Chu
     const int64_t end = order[i]->offsets[sweep] + order[i]->sizes[sweep];
     for (size_t j = i + 1; j < order.size() && order[j]->offsets[sweep] < end; ++j) {
       if (intersect(*order[i], *order[j])) {
-        return c10::str("the chunks at ", shape_text(order[i]->offsets), " and ",
-                        shape_text(order[j]->offsets), " overlap");
+        return c10::str("the chunks at ", shape_text(order[i]->offsets), " and ", shape_text(order[j]->offsets),
+                        " overlap");
       }
     }
   }
@@ -86,8 +84,6 @@ std::string cover_fault(const std::vector<int64_t>& sizes, const std::vector<Chu
   return {};
 }
 
-std::string shape_text(const std::vector<int64_t>& sizes) {
-  return c10::str("[", c10::Join(", ", sizes), "]");
-}
+std::string shape_text(const std::vector<int64_t>& sizes) { return c10::str("[", c10::Join(", ", sizes), "]"); }
 
 }  // namespace fsdp2::dcp::detail

@@ -32,8 +32,7 @@ void write_value_item(FileWriter& out, const PickledValue& value, bool checksums
 
 /// The tensor of an item, strides and conj/neg applied. `dtype` and `numel` are what the metadata
 /// promise; memory is taken only for what is there.
-at::Tensor read_tensor_item(const ByteRange& bytes, bool verify, at::ScalarType dtype,
-                            int64_t numel);
+at::Tensor read_tensor_item(const ByteRange& bytes, bool verify, at::ScalarType dtype, int64_t numel);
 /// The value of an item; Kind::Opaque (the item's bytes) where it refers to classes that are not
 /// plain data.
 Value read_value_item(const ByteRange& bytes, bool verify);

@@ -29,8 +29,8 @@ struct NotPlainData {};
 std::vector<int64_t> integers(const Graph& graph, Ref ref) {
   if (graph.type(ref) == Type::kCall && graph.callee(ref) == Graph::Name{"torch", "Size"}) {
     const Ref arguments = graph.arguments(ref);
-    FSDP2_CHECK(graph.count(arguments) == 1, kCorruption, "[dcp] a torch.Size with ",
-                graph.count(arguments), " arguments");
+    FSDP2_CHECK(graph.count(arguments) == 1, kCorruption, "[dcp] a torch.Size with ", graph.count(arguments),
+                " arguments");
     return integers(graph, *graph.begin(arguments));
   }
   const size_t count = graph.count(ref);
@@ -52,8 +52,7 @@ void swap_bytes(at::Tensor& data, size_t element) {
 class TensorReader {
  public:
   TensorReader(const ZipReader& archive, const Graph& graph) : archive_(archive), graph_(graph) {
-    if (const auto* order = archive.find("byteorder"))
-      big_endian_ = archive.read_text(*order, 16) == "big";
+    if (const auto* order = archive.find("byteorder")) big_endian_ = archive.read_text(*order, 16) == "big";
   }
 
   static bool is_tensor(const Graph& graph, Ref ref) {
@@ -64,16 +63,14 @@ class TensorReader {
   }
 
   /// `promised`: elements that the metadata name, to refuse a wrong item before reading it.
-  at::Tensor read(Ref ref, std::optional<at::ScalarType> wanted = {},
-                  std::optional<int64_t> promised = {}) {
+  at::Tensor read(Ref ref, std::optional<at::ScalarType> wanted = {}, std::optional<int64_t> promised = {}) {
     const bool v3 = graph_.callee(ref).name == "_rebuild_tensor_v3";
     const Ref arguments = graph_.arguments(ref);
     const size_t count = graph_.count(arguments), least = v3 ? 7 : 6;
     if (count < least || count > least + 1) fail("a tensor is described by ", count, " arguments");
     const Ref* argument = graph_.begin(arguments);
     const int64_t offset = graph_.integer(argument[1]);
-    const std::vector<int64_t> sizes = integers(graph_, argument[2]),
-                               strides = integers(graph_, argument[3]);
+    const std::vector<int64_t> sizes = integers(graph_, argument[2]), strides = integers(graph_, argument[3]);
     std::optional<at::ScalarType> type;
     if (v3) {
       const Graph::Name name = graph_.global(argument[6]);
@@ -85,8 +82,7 @@ class TensorReader {
     if (wanted && *type != *wanted)
       fail("its dtype is ", dtype_name(*type), ", the metadata say ", dtype_name(*wanted));
 
-    if (strides.size() != sizes.size() || offset < 0)
-      fail("its shape and strides do not fit together");
+    if (strides.size() != sizes.size() || offset < 0) fail("its shape and strides do not fit together");
     int64_t numel = 1, last = offset;
     bool overflow = false;
     for (size_t d = 0; d < sizes.size(); ++d) {
@@ -97,10 +93,8 @@ class TensorReader {
       overflow |= __builtin_add_overflow(last, span, &last);
     }
     const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
-    if (!empty && (overflow || last >= elements))
-      fail("its last element is ", last, " of ", elements, " stored ones");
-    if (promised && (empty ? 0 : numel) != *promised)
-      fail("it has ", numel, " elements, the metadata say ", *promised);
+    if (!empty && (overflow || last >= elements)) fail("its last element is ", last, " of ", elements, " stored ones");
+    if (promised && (empty ? 0 : numel) != *promised) fail("it has ", numel, " elements, the metadata say ", *promised);
     at::Tensor result = at::empty({0}, at::TensorOptions().dtype(*type));
     result.set_(storage.storage(), offset, sizes, strides);
     if (count > least) apply_flags(result, argument[least]);
@@ -115,8 +109,7 @@ class TensorReader {
 
   /// Bytes of the storage; sets `type` from its class unless it is untyped.
   at::Tensor read_storage(Ref id, std::optional<at::ScalarType>& type) {
-    if (graph_.type(id) != Type::kTuple || graph_.count(id) != 5)
-      fail("its storage is not described by five things");
+    if (graph_.type(id) != Type::kTuple || graph_.count(id) != 5) fail("its storage is not described by five things");
     const Ref* part = graph_.begin(id);
     const Graph::Name name = graph_.global(part[1]);
     const bool untyped = name == Graph::Name{"torch.storage", "UntypedStorage"};
@@ -131,15 +124,13 @@ class TensorReader {
     const std::string key(graph_.text(part[2]));
     const ZipReader::Record& record = archive_.at("data/" + key);
     int64_t bytes = 0;
-    if (count < 0 || __builtin_mul_overflow(count, element, &bytes) ||
-        static_cast<uint64_t>(bytes) != record.size) {
+    if (count < 0 || __builtin_mul_overflow(count, element, &bytes) || static_cast<uint64_t>(bytes) != record.size) {
       fail("its storage of ", count, " elements is ", record.size, " bytes long");
     }
     if (const auto known = storages_.find(key); known != storages_.end()) return known->second;
     at::Tensor data = at::empty({bytes}, at::kByte);
     archive_.read(record, bytes ? data.mutable_data_ptr() : nullptr);
-    if (big_endian_)
-      swap_bytes(data, c10::elementSize(*type) / (c10::isComplexType(*type) ? 2 : 1));
+    if (big_endian_) swap_bytes(data, c10::elementSize(*type) / (c10::isComplexType(*type) ? 2 : 1));
     storages_.emplace(key, data);
     return data;
   }
@@ -188,8 +179,7 @@ class ValueBuilder {
   std::vector<Value> elements(Ref ref, int depth) {
     std::vector<Value> result;
     result.reserve(graph_.count(ref));
-    for (size_t i = 0; i < graph_.count(ref); ++i)
-      result.push_back(build(graph_.begin(ref)[i], depth + 1));
+    for (size_t i = 0; i < graph_.count(ref); ++i) result.push_back(build(graph_.begin(ref)[i], depth + 1));
     return result;
   }
 
@@ -257,16 +247,14 @@ class ValueBuilder {
     const bool builtin = module == "builtins" || module == "__builtin__";
     if (module == "_codecs" && name == "encode" && arguments.size() == 2)
       return Value::bytes(latin1_of_utf8(arguments[0].str()));
-    if (module == "torch" && name == "Size" && arguments.size() == 1 &&
-        arguments[0].kind() == Kind::Tuple) {
+    if (module == "torch" && name == "Size" && arguments.size() == 1 && arguments[0].kind() == Kind::Tuple) {
       return ValueAccess::make(Kind::Size, arguments[0].list());
     }
     if (module == "torch" && name == "device") return make_device(arguments);
     if (!builtin) throw NotPlainData();
     if (name == "bytes" && arguments.empty()) return Value::bytes("");
     if (name == "bytearray") return make_byte_array(arguments);
-    if (name == "complex" && arguments.size() == 2)
-      return Value::complex(arguments[0].number(), arguments[1].number());
+    if (name == "complex" && arguments.size() == 2) return Value::complex(arguments[0].number(), arguments[1].number());
     if ((name == "set" || name == "frozenset") && arguments.size() <= 1) {
       std::vector<Value> content = arguments.empty() ? std::vector<Value>() : arguments[0].list();
       return name == "set" ? Value::set(std::move(content)) : Value::frozen_set(std::move(content));
@@ -283,8 +271,7 @@ class ValueBuilder {
 
   static Value make_byte_array(const std::vector<Value>& arguments) {
     if (arguments.empty()) return Value::byte_array("");
-    if (arguments.size() == 1 && arguments[0].kind() == Kind::Bytes)
-      return Value::byte_array(arguments[0].str());
+    if (arguments.size() == 1 && arguments[0].kind() == Kind::Bytes) return Value::byte_array(arguments[0].str());
     if (arguments.size() == 2 && arguments[0].kind() == Kind::String)
       return Value::byte_array(latin1_of_utf8(arguments[0].str()));
     throw NotPlainData();
@@ -311,8 +298,7 @@ class ValueBuilder {
 
 }  // namespace
 
-at::Tensor read_tensor_item(const ByteRange& bytes, bool verify, at::ScalarType dtype,
-                            int64_t numel) {
+at::Tensor read_tensor_item(const ByteRange& bytes, bool verify, at::ScalarType dtype, int64_t numel) {
   const ZipReader archive(bytes, verify);
   const std::string content = archive.read_text(archive.at("data.pkl"), kMaxPickleBytes);
   const Graph graph = pickle::read(content, bytes.what(), {.allow_persistent = true});
@@ -332,8 +318,7 @@ Value read_value_item(const ByteRange& bytes, bool verify) {
   } catch (const NotPlainData&) {
   } catch (const Error& error) {
     // A getter of Value met something else than the plain form: not plain data either.
-    if (error.code() != ErrorCode::kUnsupported && error.code() != ErrorCode::kInvalidArgument)
-      throw;
+    if (error.code() != ErrorCode::kUnsupported && error.code() != ErrorCode::kInvalidArgument) throw;
   }
   return ValueAccess::make(Kind::Opaque, bytes.read_text(0, bytes.size()));
 }

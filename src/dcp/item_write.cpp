@@ -20,8 +20,7 @@ void write_tensor(pickle::Writer& out, const at::Tensor& tensor, const std::stri
   out.mark();
   out.mark();
   out.text("storage");
-  out.global(storage.empty() ? "torch.storage" : "torch",
-             storage.empty() ? "UntypedStorage" : storage);
+  out.global(storage.empty() ? "torch.storage" : "torch", storage.empty() ? "UntypedStorage" : storage);
   out.text(key);
   out.text("cpu");
   out.integer(storage.empty() ? static_cast<int64_t>(tensor.nbytes()) : tensor.numel());
@@ -39,16 +38,16 @@ void write_tensor(pickle::Writer& out, const at::Tensor& tensor, const std::stri
   out.reduce();
 }
 
-void write_archive(FileWriter& file, const std::string& pickle,
-                   const std::vector<at::Tensor>& tensors, bool checksums) {
+void write_archive(FileWriter& file, const std::string& pickle, const std::vector<at::Tensor>& tensors,
+                   bool checksums) {
   ZipWriter archive(file, checksums);
   archive.record("data.pkl", pickle);
   archive.record(".format_version", "1");
   archive.record(".storage_alignment", "64");
   archive.record("byteorder", "little");
   for (size_t i = 0; i < tensors.size(); ++i) {
-    archive.record("data/" + std::to_string(i),
-                   tensors[i].nbytes() ? tensors[i].const_data_ptr() : "", tensors[i].nbytes());
+    archive.record("data/" + std::to_string(i), tensors[i].nbytes() ? tensors[i].const_data_ptr() : "",
+                   tensors[i].nbytes());
   }
   archive.record("version", "3\n");
   archive.finish();
@@ -56,12 +55,11 @@ void write_archive(FileWriter& file, const std::string& pickle,
 
 class ValueWriter {
  public:
-  ValueWriter(std::string fqn, std::vector<at::Tensor>& tensors)
-      : fqn_(std::move(fqn)), tensors_(tensors) {}
+  ValueWriter(std::string fqn, std::vector<at::Tensor>& tensors) : fqn_(std::move(fqn)), tensors_(tensors) {}
 
   void write(const Value& value, int depth = 0) {
-    FSDP2_CHECK(depth < kMaxDepth, kInvalidArgument, "[dcp] the value of ", fqn_,
-                " is nested deeper than ", kMaxDepth, " levels");
+    FSDP2_CHECK(depth < kMaxDepth, kInvalidArgument, "[dcp] the value of ", fqn_, " is nested deeper than ", kMaxDepth,
+                " levels");
     switch (value.kind()) {
       case Kind::None:
         return out_.none();
@@ -170,9 +168,8 @@ class ValueWriter {
 
 void check_storable(const at::Tensor& tensor, const std::string& fqn) {
   dtype_name(tensor.scalar_type());  // throws for quantized and bit types
-  FSDP2_CHECK(tensor.layout() == at::kStrided && !tensor.is_nested(), kUnsupported, "[dcp] ", fqn,
-              " has layout ", c10::str(tensor.layout()),
-              "; a checkpoint holds dense tensors only: convert it with to_dense()");
+  FSDP2_CHECK(tensor.layout() == at::kStrided && !tensor.is_nested(), kUnsupported, "[dcp] ", fqn, " has layout ",
+              c10::str(tensor.layout()), "; a checkpoint holds dense tensors only: convert it with to_dense()");
   FSDP2_CHECK(!tensor.is_meta(), kInvalidArgument, "[dcp] ", fqn,
               " is on the meta device and has no values to save; materialise it first");
 }

@@ -64,9 +64,8 @@ class Loader {
 
   LoadReport fill() {
     // In the order of the files: one pass over the disk.
-    std::sort(tensors_.begin(), tensors_.end(), [&](const TensorTask& a, const TensorTask& b) {
-      return first_place(a) < first_place(b);
-    });
+    std::sort(tensors_.begin(), tensors_.end(),
+              [&](const TensorTask& a, const TensorTask& b) { return first_place(a) < first_place(b); });
     for (TensorTask& task : tensors_) fill_tensor(task);
     for (ValueTask& task : values_) *task.target = std::move(task.content);
     for (LoadedObject& object : objects_) object.object->load_state_dict(*object.state);
@@ -82,9 +81,8 @@ class Loader {
     std::unordered_set<std::string> asked;
     for (const Leaf& leaf : leaves) asked.insert(leaf.fqn);
     const auto& entries = files_.stored().metadata.entries;
-    const bool all_asked = std::all_of(entries.begin(), entries.end(), [&](const auto& entry) {
-      return asked.count(entry.first) != 0;
-    });
+    const bool all_asked =
+        std::all_of(entries.begin(), entries.end(), [&](const auto& entry) { return asked.count(entry.first) != 0; });
     if (all_asked) return leaves;
     StateDict copy = state_;
     const std::vector<Leaf> old = flatten(copy, nullptr, FlattenStyle::kBefore24);
@@ -102,9 +100,8 @@ class Loader {
     if (saved && wants_tensor) return check_tensor(leaf, entry, *saved);
     if (saved) {
       FSDP2_CHECK(leaf.value->is_none(), kInvalidArgument, "[dcp] ", leaf.fqn,
-                  " is a tensor in the checkpoint, the target has a value of kind ",
-                  to_string(leaf.value->kind()), "; pass a tensor of shape ",
-                  shape_text(saved->sizes), " or None");
+                  " is a tensor in the checkpoint, the target has a value of kind ", to_string(leaf.value->kind()),
+                  "; pass a tensor of shape ", shape_text(saved->sizes), " or None");
       values_.push_back({leaf.value, files_.read_whole(entry)});
       return;
     }
@@ -117,20 +114,17 @@ class Loader {
   Value tensor_of_number(const Leaf& leaf, const Value& content) {
     const at::Tensor& target = leaf.value->tensor();
     const bool number = content.kind() == Kind::Int || content.kind() == Kind::Double;
-    FSDP2_CHECK(number && target.numel() == 1 && !is_dtensor(target), kInvalidArgument, "[dcp] ",
-                leaf.fqn, " is a value of kind ", to_string(content.kind()),
-                " in the checkpoint, the target has a tensor of shape ",
-                shape_text(target.sizes().vec()), "; pass a value (None will do)");
-    FSDP2_CHECK(
-        content.kind() == Kind::Int || at::isFloatingType(target.scalar_type()) ||
-            options_.allow_narrowing,
-        kInvalidArgument, "[dcp] ", leaf.fqn, " is a float in the checkpoint, the target is ",
-        dtype_name(target.scalar_type()),
-        "; that loses the fraction: set allow_narrowing = true or pass a floating-point target");
+    FSDP2_CHECK(number && target.numel() == 1 && !is_dtensor(target), kInvalidArgument, "[dcp] ", leaf.fqn,
+                " is a value of kind ", to_string(content.kind()),
+                " in the checkpoint, the target has a tensor of shape ", shape_text(target.sizes().vec()),
+                "; pass a value (None will do)");
+    FSDP2_CHECK(content.kind() == Kind::Int || at::isFloatingType(target.scalar_type()) || options_.allow_narrowing,
+                kInvalidArgument, "[dcp] ", leaf.fqn, " is a float in the checkpoint, the target is ",
+                dtype_name(target.scalar_type()),
+                "; that loses the fraction: set allow_narrowing = true or pass a floating-point target");
     report_.cast.push_back(leaf.fqn);
-    const at::Tensor filled = at::empty(
-        target.sizes(),
-        target.options().device(on_meta(target) ? c10::Device(c10::kCPU) : target.device()));
+    const at::Tensor filled =
+        at::empty(target.sizes(), target.options().device(on_meta(target) ? c10::Device(c10::kCPU) : target.device()));
     if (content.kind() == Kind::Int) {
       filled.fill_(content.integer());
     } else {
@@ -143,13 +137,13 @@ class Loader {
     const at::Tensor& target = leaf.value->tensor();
     const std::vector<int64_t> sizes = target.sizes().vec();
     const bool one_element = target.numel() == 1 && checked_numel(saved.sizes) == 1;
-    FSDP2_CHECK(sizes == saved.sizes || one_element, kInvalidArgument, "[dcp] ", leaf.fqn,
-                " has shape ", shape_text(saved.sizes), " in the checkpoint, the target has shape ",
-                shape_text(sizes), "; build the model with the sizes it was saved with");
+    FSDP2_CHECK(sizes == saved.sizes || one_element, kInvalidArgument, "[dcp] ", leaf.fqn, " has shape ",
+                shape_text(saved.sizes), " in the checkpoint, the target has shape ", shape_text(sizes),
+                "; build the model with the sizes it was saved with");
     if (target.scalar_type() != saved.dtype) {
-      FSDP2_CHECK(options_.allow_narrowing || !is_narrowing(saved.dtype, target.scalar_type()),
-                  kInvalidArgument, "[dcp] ", leaf.fqn, " is ", dtype_name(saved.dtype),
-                  " in the checkpoint, the target is ", dtype_name(target.scalar_type()),
+      FSDP2_CHECK(options_.allow_narrowing || !is_narrowing(saved.dtype, target.scalar_type()), kInvalidArgument,
+                  "[dcp] ", leaf.fqn, " is ", dtype_name(saved.dtype), " in the checkpoint, the target is ",
+                  dtype_name(target.scalar_type()),
                   "; that cast can lose information: set allow_narrowing = true or load into ",
                   dtype_name(saved.dtype));
       report_.cast.push_back(leaf.fqn);
@@ -162,13 +156,10 @@ class Loader {
   [[noreturn]] void throw_missing() const {
     std::string names;
     size_t shown = 0;
-    for (; shown < report_.missing.size() && shown < 10; ++shown)
-      names += (shown ? ", " : "") + report_.missing[shown];
-    if (shown < report_.missing.size())
-      names += c10::str(" and ", report_.missing.size() - shown, " more");
+    for (; shown < report_.missing.size() && shown < 10; ++shown) names += (shown ? ", " : "") + report_.missing[shown];
+    if (shown < report_.missing.size()) names += c10::str(" and ", report_.missing.size() - shown, " more");
     FSDP2_THROW(kNotFound, "[dcp] the checkpoint ", files_.folder().string(),
-                " lacks keys that the target has: ", names,
-                "; set allow_partial = true to keep their present values");
+                " lacks keys that the target has: ", names, "; set allow_partial = true to keep their present values");
   }
 
   std::tuple<std::string_view, uint64_t> first_place(const TensorTask& task) const {
@@ -192,8 +183,7 @@ class Loader {
             part.data.copy_(files_.read_chunk(task.entry, i).reshape(part.data.sizes()));
           continue;
         }
-        const std::optional<Chunk> meet =
-            part.data.numel() > 0 ? intersect(from, part.box) : std::nullopt;
+        const std::optional<Chunk> meet = part.data.numel() > 0 ? intersect(from, part.box) : std::nullopt;
         if (!meet) continue;
         if (!chunk.defined()) chunk = files_.read_chunk(task.entry, i);
         window(part.data, *meet, part.box).copy_(window(chunk, *meet, from));
@@ -213,10 +203,7 @@ class Loader {
   bool is_filled(const std::vector<LocalPart>& parts) {
     if (parts.empty() || parts[0].data.numel() == 0) return false;
     const at::Tensor& data = parts[0].data;
-    return !filled_
-                .emplace(data.data_ptr(), data.sizes().vec(), data.strides().vec(),
-                         data.scalar_type())
-                .second;
+    return !filled_.emplace(data.data_ptr(), data.sizes().vec(), data.strides().vec(), data.scalar_type()).second;
   }
 
   StateDict& state_;
@@ -226,8 +213,7 @@ class Loader {
   std::vector<LoadedObject> objects_;
   std::vector<TensorTask> tensors_;
   std::vector<ValueTask> values_;
-  std::set<std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>>
-      filled_;
+  std::set<std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>> filled_;
 };
 
 }  // namespace

@@ -15,8 +15,7 @@ using fsdp2::detail::spec_of;
 namespace {
 
 /// The dimension along which several boxes lie one after the other in the local tensor.
-size_t stacking_dim(const std::vector<Box>& boxes, const at::Tensor& local,
-                    const std::string& fqn) {
+size_t stacking_dim(const std::vector<Box>& boxes, const at::Tensor& local, const std::string& fqn) {
   for (size_t d = 0; d < boxes[0].sizes.size(); ++d) {
     int64_t total = 0;
     bool same = true;
@@ -42,8 +41,7 @@ std::vector<LocalPart> local_parts(const at::Tensor& tensor, const std::string& 
   const DTensorSpec* spec = spec_of(tensor);
   if (spec == nullptr) return {{{zeros, sizes}, tensor.detach()}};
   FSDP2_CHECK(!spec->has_partial(), kInvalidArgument, "[dcp] ", fqn, " has the placements ",
-              to_string(spec->placements),
-              ": its values are not summed up yet; redistribute it first");
+              to_string(spec->placements), ": its values are not summed up yet; redistribute it first");
   const at::Tensor local = spec->local.detach();
   if (tensor.numel() == 0) return {{{zeros, sizes}, at::empty(sizes, local.options())}};
   if (!spec->mesh.get_coordinate()) return {};
@@ -59,8 +57,7 @@ std::vector<LocalPart> local_parts(const at::Tensor& tensor, const std::string& 
   for (const Box& box : boxes) {
     const int64_t length = box.sizes[dim];
     if (box.numel() > 0)
-      parts.push_back(
-          {{box.offsets, box.sizes}, local.narrow(static_cast<int64_t>(dim), at, length)});
+      parts.push_back({{box.offsets, box.sizes}, local.narrow(static_cast<int64_t>(dim), at, length)});
     at += length;
   }
   return parts;
@@ -76,8 +73,7 @@ at::Tensor fresh_like(const at::Tensor& tensor) {
   const DTensorSpec* spec = spec_of(tensor);
   const at::Tensor& data = spec ? spec->local : tensor;
   c10::Device device = is_initialized() ? local_device() : c10::Device(c10::kCPU);
-  if (spec && spec->mesh.device_type() != device.type())
-    device = c10::Device(spec->mesh.device_type());
+  if (spec && spec->mesh.device_type() != device.type()) device = c10::Device(spec->mesh.device_type());
   const at::Tensor fresh = at::empty(data.sizes(), data.options().device(device));
   return spec ? fsdp2::detail::make_dtensor_like(*spec, fresh) : fresh;
 }

@@ -16,18 +16,15 @@ namespace dcp::detail {
 void check_options(const StateDictOptions& options) {
   const StateDictOptions defaults;
   const auto check = [](bool value, bool standard, const char* field) {
-    FSDP2_CHECK(value == standard, kUnsupported, "[dcp] StateDictOptions::", field, " = ",
-                value ? "true" : "false", " is not offered yet; leave it at ",
-                standard ? "true" : "false");
+    FSDP2_CHECK(value == standard, kUnsupported, "[dcp] StateDictOptions::", field, " = ", value ? "true" : "false",
+                " is not offered yet; leave it at ", standard ? "true" : "false");
   };
   check(options.full_state_dict, defaults.full_state_dict, "full_state_dict");
   check(options.cpu_offload, defaults.cpu_offload, "cpu_offload");
   check(options.ignore_frozen_params, defaults.ignore_frozen_params, "ignore_frozen_params");
-  check(options.keep_submodule_prefixes, defaults.keep_submodule_prefixes,
-        "keep_submodule_prefixes");
+  check(options.keep_submodule_prefixes, defaults.keep_submodule_prefixes, "keep_submodule_prefixes");
   check(options.broadcast_from_rank0, defaults.broadcast_from_rank0, "broadcast_from_rank0");
-  check(options.flatten_optimizer_state_dict, defaults.flatten_optimizer_state_dict,
-        "flatten_optimizer_state_dict");
+  check(options.flatten_optimizer_state_dict, defaults.flatten_optimizer_state_dict, "flatten_optimizer_state_dict");
 }
 
 }  // namespace dcp::detail
@@ -43,8 +40,7 @@ dcp::StateDict get_model_state_dict(ModuleRef module, const StateDictOptions& op
   return state;
 }
 
-dcp::LoadReport set_model_state_dict(ModuleRef module, const dcp::StateDict& state,
-                                     const StateDictOptions& options) {
+dcp::LoadReport set_model_state_dict(ModuleRef module, const dcp::StateDict& state, const StateDictOptions& options) {
   check_options(options);
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
@@ -71,8 +67,8 @@ dcp::LoadReport set_model_state_dict(ModuleRef module, const dcp::StateDict& sta
                 "[dcp] the state dict lacks keys of the model: ", c10::Join(", ", report.missing),
                 "; set strict = false to keep their present values");
     FSDP2_CHECK(report.unexpected.empty(), kInvalidArgument,
-                "[dcp] the state dict has keys that the model lacks: ",
-                c10::Join(", ", report.unexpected), "; set strict = false to ignore them");
+                "[dcp] the state dict has keys that the model lacks: ", c10::Join(", ", report.unexpected),
+                "; set strict = false to ignore them");
   }
   for (const NamedTensor& item : tensors) {
     if (state.contains(item.fqn)) assign_tensor(item.tensor, state.at(item.fqn).tensor(), item.fqn);

@@ -26,8 +26,7 @@ std::vector<NamedTensor> state_tensors(torch::nn::Module& module);
 void check_fully_sharded(const std::vector<NamedTensor>& tensors);
 
 /// All names of each parameter, the first one first.
-std::unordered_map<const void*, std::vector<std::string>> names_of_parameters(
-    const std::vector<NamedTensor>& tensors);
+std::unordered_map<const void*, std::vector<std::string>> names_of_parameters(const std::vector<NamedTensor>& tensors);
 
 /// Copies `value` into `target`. Both are DTensors of one layout, or `value` is plain and whole.
 /// `target` on meta gets real memory. kInvalidArgument naming `fqn` where they do not fit.

@@ -35,17 +35,14 @@ struct StateTensor {
   at::Tensor& (*get)(State&);
 };
 
-#define FSDP2_HYPER_NUMBER(Options, name)                                                        \
-  HyperParameter<Options> {                                                                      \
-#name, [](const Options& o) { return Value(o.name()); }, [](Options & o,                     \
-                                                                const Value&                     \
-                                                                    v) { o.name(number_of(v)); } \
+#define FSDP2_HYPER_NUMBER(Options, name)                                                                              \
+  HyperParameter<Options> {                                                                                            \
+#name, [](const Options& o) { return Value(o.name()); }, [](Options & o, const Value& v) { o.name(number_of(v)); } \
   }
-#define FSDP2_HYPER_BOOL(Options, name)                                                            \
-  HyperParameter<Options> {                                                                        \
-#name, [](const Options&                                                                       \
-                  o) { return Value(o.name()); }, [](Options & o,                                  \
-                                                     const Value& v) { o.name(v.integer() != 0); } \
+#define FSDP2_HYPER_BOOL(Options, name)                                                                       \
+  HyperParameter<Options> {                                                                                   \
+#name, [](const Options& o) { return Value(o.name()); }, [](Options & o,                                  \
+                                                                const Value& v) { o.name(v.integer() != 0); } \
   }
 #define FSDP2_STATE_TENSOR(State, name)                      \
   StateTensor<State> {                                       \
@@ -62,12 +59,10 @@ class LayoutOf : public OptimizerLayout {
  public:
   StateDict hyper_parameters(const OptimizerOptions& options) const override {
     StateDict result;
-    for (const auto& item : hyper_)
-      result[item.key] = item.get(static_cast<const Options&>(options));
+    for (const auto& item : hyper_) result[item.key] = item.get(static_cast<const Options&>(options));
     return result;
   }
-  bool set_hyper_parameter(OptimizerOptions& options, const std::string& key,
-                           const Value& value) const override {
+  bool set_hyper_parameter(OptimizerOptions& options, const std::string& key, const Value& value) const override {
     for (const auto& item : hyper_) {
       if (item.key != key || !item.set) continue;
       item.set(static_cast<Options&>(options), value);
@@ -75,9 +70,7 @@ class LayoutOf : public OptimizerLayout {
     }
     return false;
   }
-  std::unique_ptr<OptimizerParamState> make_state() const override {
-    return std::make_unique<State>();
-  }
+  std::unique_ptr<OptimizerParamState> make_state() const override { return std::make_unique<State>(); }
   at::Tensor& field(OptimizerParamState& state, const std::string& name) const override {
     for (const auto& item : tensors_) {
       if (item.name == name) return item.get(static_cast<State&>(state));
@@ -111,9 +104,8 @@ struct AdamLayout : LayoutOf<Options, State> {
            return Value::tuple({std::get<0>(o.betas()), std::get<1>(o.betas())});
          },
          [](Options& o, const Value& v) {
-           FSDP2_CHECK(v.list().size() == 2, kInvalidArgument,
-                       "[dcp] betas of an optimizer state dict has ", v.list().size(),
-                       " elements; there are two");
+           FSDP2_CHECK(v.list().size() == 2, kInvalidArgument, "[dcp] betas of an optimizer state dict has ",
+                       v.list().size(), " elements; there are two");
            o.betas({number_of(v.list()[0]), number_of(v.list()[1])});
          }},
         FSDP2_HYPER_NUMBER(Options, eps),
@@ -141,20 +133,15 @@ using torch::optim::SGDParamState;
 struct SgdLayout : LayoutOf<SGDOptions, SGDParamState> {
   SgdLayout() {
     hyper_ = {
-        FSDP2_HYPER_NUMBER(SGDOptions, lr),
-        FSDP2_HYPER_NUMBER(SGDOptions, momentum),
-        FSDP2_HYPER_NUMBER(SGDOptions, dampening),
-        FSDP2_HYPER_NUMBER(SGDOptions, weight_decay),
-        FSDP2_HYPER_BOOL(SGDOptions, nesterov),
-        python_only<SGDOptions>("maximize", false),
-        python_only<SGDOptions>("foreach", nullptr),
-        python_only<SGDOptions>("differentiable", false),
+        FSDP2_HYPER_NUMBER(SGDOptions, lr),          FSDP2_HYPER_NUMBER(SGDOptions, momentum),
+        FSDP2_HYPER_NUMBER(SGDOptions, dampening),   FSDP2_HYPER_NUMBER(SGDOptions, weight_decay),
+        FSDP2_HYPER_BOOL(SGDOptions, nesterov),      python_only<SGDOptions>("maximize", false),
+        python_only<SGDOptions>("foreach", nullptr), python_only<SGDOptions>("differentiable", false),
         python_only<SGDOptions>("fused", nullptr),
     };
     tensors_ = {FSDP2_STATE_TENSOR(SGDParamState, momentum_buffer)};
     fields_ = [](const SGDOptions& o) {
-      return o.momentum() != 0 ? std::vector<std::string>{"momentum_buffer"}
-                               : std::vector<std::string>{};
+      return o.momentum() != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{};
     };
   }
 };
@@ -188,16 +175,11 @@ using torch::optim::RMSpropParamState;
 struct RmspropLayout : LayoutOf<RMSpropOptions, RMSpropParamState> {
   RmspropLayout() {
     hyper_ = {
-        FSDP2_HYPER_NUMBER(RMSpropOptions, lr),
-        FSDP2_HYPER_NUMBER(RMSpropOptions, momentum),
-        FSDP2_HYPER_NUMBER(RMSpropOptions, alpha),
-        FSDP2_HYPER_NUMBER(RMSpropOptions, eps),
-        FSDP2_HYPER_BOOL(RMSpropOptions, centered),
-        FSDP2_HYPER_NUMBER(RMSpropOptions, weight_decay),
-        python_only<RMSpropOptions>("capturable", false),
-        python_only<RMSpropOptions>("foreach", nullptr),
-        python_only<RMSpropOptions>("maximize", false),
-        python_only<RMSpropOptions>("differentiable", false),
+        FSDP2_HYPER_NUMBER(RMSpropOptions, lr),           FSDP2_HYPER_NUMBER(RMSpropOptions, momentum),
+        FSDP2_HYPER_NUMBER(RMSpropOptions, alpha),        FSDP2_HYPER_NUMBER(RMSpropOptions, eps),
+        FSDP2_HYPER_BOOL(RMSpropOptions, centered),       FSDP2_HYPER_NUMBER(RMSpropOptions, weight_decay),
+        python_only<RMSpropOptions>("capturable", false), python_only<RMSpropOptions>("foreach", nullptr),
+        python_only<RMSpropOptions>("maximize", false),   python_only<RMSpropOptions>("differentiable", false),
     };
     tensors_ = {FSDP2_STATE_TENSOR(RMSpropParamState, square_avg),
                 FSDP2_STATE_TENSOR(RMSpropParamState, momentum_buffer),
@@ -229,8 +211,7 @@ const OptimizerLayout& layout_of(const OptimizerOptions& options) {
   if (dynamic_cast<const AdagradOptions*>(&options)) return adagrad;
   if (dynamic_cast<const RMSpropOptions*>(&options)) return rmsprop;
   FSDP2_THROW(kUnsupported, "[dcp] state dicts of an optimizer with options of type ",
-              c10::demangle(typeid(options).name()),
-              " are not offered; SGD, Adam, AdamW, Adagrad and RMSprop are");
+              c10::demangle(typeid(options).name()), " are not offered; SGD, Adam, AdamW, Adagrad and RMSprop are");
 }
 
 }  // namespace fsdp2::dcp::detail

@@ -23,8 +23,7 @@ class OptimizerLayout {
   /// Names of the tensors that a parameter of this group has, "step" not among them.
   virtual std::vector<std::string> fields(const torch::optim::OptimizerOptions& options) const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
-  virtual at::Tensor& field(torch::optim::OptimizerParamState& state,
-                            const std::string& name) const = 0;
+  virtual at::Tensor& field(torch::optim::OptimizerParamState& state, const std::string& name) const = 0;
   /// Null where the optimizer does not count.
   virtual int64_t* step(torch::optim::OptimizerParamState& state) const = 0;
   /// What a fresh tensor of state is filled with.

@@ -27,13 +27,11 @@ using torch::optim::OptimizerParamState;
 
 using Names = std::unordered_map<const void*, std::vector<std::string>>;
 
-const std::vector<std::string>& names_in(const Names& names, const at::Tensor& param, size_t group,
-                                         size_t place) {
+const std::vector<std::string>& names_in(const Names& names, const at::Tensor& param, size_t group, size_t place) {
   const auto found = names.find(param.unsafeGetTensorImpl());
-  FSDP2_CHECK(
-      found != names.end(), kInvalidArgument, "[dcp] parameter ", place, " of group ", group,
-      " of the optimizer (shape ", param.sizes(),
-      ") is not a parameter of the module; make the optimizer from the module's parameters()");
+  FSDP2_CHECK(found != names.end(), kInvalidArgument, "[dcp] parameter ", place, " of group ", group,
+              " of the optimizer (shape ", param.sizes(),
+              ") is not a parameter of the module; make the optimizer from the module's parameters()");
   return found->second;
 }
 
@@ -50,8 +48,7 @@ at::Tensor full_like_param(const at::Tensor& param, double value) {
 /// State that was made before its parameter was sharded is whole: this rank's part of it, as a
 /// DTensor.
 at::Tensor in_layout_of(const at::Tensor& param, const at::Tensor& state, const std::string& fqn) {
-  const bool adopt =
-      fsdp2::detail::is_marked(param) && !fsdp2::detail::is_marked(state) && !on_meta(param);
+  const bool adopt = fsdp2::detail::is_marked(param) && !fsdp2::detail::is_marked(state) && !on_meta(param);
   if (!adopt) return detached(state);
   check_assignable(param, state, fqn);
   const auto* spec = fsdp2::detail::spec_of(param);
@@ -75,8 +72,8 @@ StateDict read_state(const OptimizerLayout& layout, const torch::optim::Optimize
   for (const std::string& name : fields) {
     const at::Tensor& tensor = layout.field(source, name);
     const std::string where = "state." + fqn + "." + name;
-    result[name] = tensor.defined() ? in_layout_of(param, tensor, where)
-                                    : full_like_param(param, layout.initial_value(options));
+    result[name] =
+        tensor.defined() ? in_layout_of(param, tensor, where) : full_like_param(param, layout.initial_value(options));
   }
   return result;
 }
@@ -85,24 +82,21 @@ int64_t step_of(const Value& value, const std::string& where) {
   const bool tensor = value.kind() == Kind::Tensor;
   FSDP2_CHECK(!tensor || value.tensor().numel() == 1, kInvalidArgument, "[dcp] ", where, " has ",
               value.tensor().numel(), " elements; a step is one number");
-  return tensor ? static_cast<int64_t>(value.tensor().item<double>())
-                : static_cast<int64_t>(value.number());
+  return tensor ? static_cast<int64_t>(value.tensor().item<double>()) : static_cast<int64_t>(value.number());
 }
 
 /// Puts the state of one parameter into the optimizer.
-void write_state(const OptimizerLayout& layout, const OptimizerParamGroup& group,
-                 Optimizer& optimizer, const at::Tensor& param, const std::string& fqn,
-                 const StateDict& saved) {
+void write_state(const OptimizerLayout& layout, const OptimizerParamGroup& group, Optimizer& optimizer,
+                 const at::Tensor& param, const std::string& fqn, const StateDict& saved) {
   auto& slot = optimizer.state()[param.unsafeGetTensorImpl()];
   if (!slot) slot = layout.make_state();
-  if (int64_t* step = layout.step(*slot))
-    *step = step_of(saved.at("step"), "state." + fqn + ".step");
+  if (int64_t* step = layout.step(*slot)) *step = step_of(saved.at("step"), "state." + fqn + ".step");
   for (const std::string& name : layout.fields(group.options())) {
     const std::string where = "state." + fqn + "." + name;
     const at::Tensor& value = saved.at(name).tensor();
     at::Tensor& target = layout.field(*slot, name);
-    const bool keep = target.defined() && !on_meta(target) &&
-                      fsdp2::detail::is_marked(target) == fsdp2::detail::is_marked(param);
+    const bool keep =
+        target.defined() && !on_meta(target) && fsdp2::detail::is_marked(target) == fsdp2::detail::is_marked(param);
     if (keep) {
       assign_tensor(target, value, where);
     } else {
@@ -114,17 +108,14 @@ void write_state(const OptimizerLayout& layout, const OptimizerParamGroup& group
 class OptimizerSetter {
  public:
   OptimizerSetter(const Names& names, const StateDict& state) : names_(names) {
-    FSDP2_CHECK(
-        state.contains("state") || state.contains("param_groups"), kInvalidArgument,
-        "[dcp] an optimizer state dict has the keys \"state\" and \"param_groups\"; this one has ",
-        state.empty() ? "none" : state.keys().front(), " (the flattened form is not offered yet)");
+    FSDP2_CHECK(state.contains("state") || state.contains("param_groups"), kInvalidArgument,
+                "[dcp] an optimizer state dict has the keys \"state\" and \"param_groups\"; this one has ",
+                state.empty() ? "none" : state.keys().front(), " (the flattened form is not offered yet)");
     if (state.contains("state")) state_ = state.at("state").dict();
-    FSDP2_CHECK(state.contains("param_groups"), kNotFound,
-                "[dcp] the optimizer state dict has no \"param_groups\"");
+    FSDP2_CHECK(state.contains("param_groups"), kNotFound, "[dcp] the optimizer state dict has no \"param_groups\"");
     groups_ = state.at("param_groups").list();
     for (size_t i = 0; i < groups_.size(); ++i) {
-      for (const Value& fqn : groups_[i].dict().at("params").list())
-        group_of_.emplace(fqn.str(), i);
+      for (const Value& fqn : groups_[i].dict().at("params").list()) group_of_.emplace(fqn.str(), i);
     }
   }
 
@@ -132,8 +123,7 @@ class OptimizerSetter {
   void run(const std::vector<Optimizer*>& optimizers) {
     for (const bool apply : {false, true}) {
       for (Optimizer* optimizer : optimizers) {
-        for (size_t g = 0; g < optimizer->param_groups().size(); ++g)
-          set_group(*optimizer, g, apply);
+        for (size_t g = 0; g < optimizer->param_groups().size(); ++g) set_group(*optimizer, g, apply);
       }
       FSDP2_CHECK(apply || found_ > 0 || state_.empty() || absent_ == 0, kNotFound,
                   "[dcp] the optimizer state dict has state for no parameter of the optimizer; its "
@@ -141,8 +131,7 @@ class OptimizerSetter {
                   state_.empty() ? "" : state_.begin()->first);
     }
     if (absent_ > 0) {
-      FSDP2_LOG_WARN("[dcp] ", absent_,
-                     " parameters had no optimizer state yet when the checkpoint was saved, e.g. ",
+      FSDP2_LOG_WARN("[dcp] ", absent_, " parameters had no optimizer state yet when the checkpoint was saved, e.g. ",
                      first_absent_, "; they start afresh");
     }
   }
@@ -175,40 +164,35 @@ class OptimizerSetter {
     }
     if (found) return &groups_[*found].dict();
     if (!group.params().empty())
-      FSDP2_LOG_WARN(
-          "[dcp] group ", index,
-          " of the optimizer is in no group of the state dict; it keeps its hyper-parameters");
+      FSDP2_LOG_WARN("[dcp] group ", index,
+                     " of the optimizer is in no group of the state dict; it keeps its hyper-parameters");
     return nullptr;
   }
 
-  static void set_hyper_parameters(const OptimizerLayout& layout, OptimizerParamGroup& group,
-                                   const StateDict& saved) {
+  static void set_hyper_parameters(const OptimizerLayout& layout, OptimizerParamGroup& group, const StateDict& saved) {
     const StateDict defaults = layout.hyper_parameters(group.options());
     for (const auto& [key, value] : saved) {
       if (key == "params") continue;
       // How Python computes, not what.
-      const bool without_effect =
-          key == "foreach" || key == "fused" || key == "capturable" || key == "differentiable";
+      const bool without_effect = key == "foreach" || key == "fused" || key == "capturable" || key == "differentiable";
       if (layout.set_hyper_parameter(group.options(), key, value) || without_effect) continue;
-      const bool same = defaults.contains(key) && defaults.at(key).kind() == Kind::Bool &&
-                        value.kind() == Kind::Bool && defaults.at(key).boolean() == value.boolean();
+      const bool same = defaults.contains(key) && defaults.at(key).kind() == Kind::Bool && value.kind() == Kind::Bool &&
+                        defaults.at(key).boolean() == value.boolean();
       if (!same)
         FSDP2_LOG_WARN("[dcp] the saved hyper-parameter ", key,
                        " has no counterpart in this optimizer and is not used");
     }
     for (const auto& [key, value] : defaults) {
       if (!saved.contains(key))
-        FSDP2_LOG_INFO("[dcp] the saved group has no hyper-parameter ", key,
-                       "; it keeps its value");
+        FSDP2_LOG_INFO("[dcp] the saved group has no hyper-parameter ", key, "; it keeps its value");
     }
   }
 
-  void set_param(Optimizer& optimizer, const OptimizerParamGroup& group,
-                 const OptimizerLayout& layout, const at::Tensor& param,
-                 const std::vector<std::string>& names, bool apply) {
+  void set_param(Optimizer& optimizer, const OptimizerParamGroup& group, const OptimizerLayout& layout,
+                 const at::Tensor& param, const std::vector<std::string>& names, bool apply) {
     const std::vector<std::string> fields = layout.fields(group.options());
-    const auto name = std::find_if(names.begin(), names.end(),
-                                   [&](const std::string& fqn) { return state_.contains(fqn); });
+    const auto name =
+        std::find_if(names.begin(), names.end(), [&](const std::string& fqn) { return state_.contains(fqn); });
     const bool present = name != names.end() && !state_.at(*name).dict().empty();
     if (fields.empty() || (!present && !param.requires_grad())) return;
     if (!present) {
@@ -224,12 +208,10 @@ class OptimizerSetter {
     if (apply) return write_state(layout, group, optimizer, param, *name, saved);
     ++found_;
     const std::unique_ptr<OptimizerParamState> example = layout.make_state();
-    FSDP2_CHECK(layout.step(*example) == nullptr || saved.contains("step"), kNotFound,
-                "[dcp] the optimizer state of ", *name,
-                " has no step; the state dict is incomplete");
+    FSDP2_CHECK(layout.step(*example) == nullptr || saved.contains("step"), kNotFound, "[dcp] the optimizer state of ",
+                *name, " has no step; the state dict is incomplete");
     for (const std::string& field : fields) {
-      FSDP2_CHECK(saved.contains(field), kNotFound, "[dcp] the optimizer state of ", *name,
-                  " has no ", field,
+      FSDP2_CHECK(saved.contains(field), kNotFound, "[dcp] the optimizer state of ", *name, " has no ", field,
                   "; the state dict is incomplete or of an optimizer with other options");
       check_assignable(param, saved.at(field).tensor(), "state." + *name + "." + field);
     }
@@ -267,8 +249,7 @@ StateDict get_optimizer_state_dict(ModuleRef module, const std::vector<Optimizer
         const std::string& fqn = names_in(names, param, g, i).front();
         params.emplace_back(fqn);
         const auto found = optimizer->state().find(param.unsafeGetTensorImpl());
-        OptimizerParamState* state =
-            found == optimizer->state().end() ? nullptr : found->second.get();
+        OptimizerParamState* state = found == optimizer->state().end() ? nullptr : found->second.get();
         if (state == nullptr && !param.requires_grad()) continue;
         StateDict entry = read_state(layout, group.options(), state, param, fqn);
         if (!entry.empty()) states[fqn] = std::move(entry);
@@ -281,13 +262,12 @@ StateDict get_optimizer_state_dict(ModuleRef module, const std::vector<Optimizer
   return StateDict{{"state", std::move(states)}, {"param_groups", std::move(groups)}};
 }
 
-StateDict get_optimizer_state_dict(ModuleRef module, Optimizer& optimizer,
-                                   const StateDictOptions& options) {
+StateDict get_optimizer_state_dict(ModuleRef module, Optimizer& optimizer, const StateDictOptions& options) {
   return get_optimizer_state_dict(module, std::vector<Optimizer*>{&optimizer}, options);
 }
 
-void set_optimizer_state_dict(ModuleRef module, const std::vector<Optimizer*>& optimizers,
-                              const StateDict& state, const StateDictOptions& options) {
+void set_optimizer_state_dict(ModuleRef module, const std::vector<Optimizer*>& optimizers, const StateDict& state,
+                              const StateDictOptions& options) {
   check_options(options);
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
@@ -300,24 +280,21 @@ void set_optimizer_state_dict(ModuleRef module, Optimizer& optimizer, const Stat
   set_optimizer_state_dict(module, std::vector<Optimizer*>{&optimizer}, state, options);
 }
 
-std::pair<StateDict, StateDict> get_state_dict(ModuleRef module,
-                                               const std::vector<Optimizer*>& optimizers,
+std::pair<StateDict, StateDict> get_state_dict(ModuleRef module, const std::vector<Optimizer*>& optimizers,
                                                const StateDictOptions& options) {
-  return {get_model_state_dict(module, options),
-          get_optimizer_state_dict(module, optimizers, options)};
+  return {get_model_state_dict(module, options), get_optimizer_state_dict(module, optimizers, options)};
 }
 std::pair<StateDict, StateDict> get_state_dict(ModuleRef module, Optimizer& optimizer,
                                                const StateDictOptions& options) {
   return get_state_dict(module, std::vector<Optimizer*>{&optimizer}, options);
 }
-void set_state_dict(ModuleRef module, const std::vector<Optimizer*>& optimizers,
-                    const StateDict& model, const StateDict& optim,
-                    const StateDictOptions& options) {
+void set_state_dict(ModuleRef module, const std::vector<Optimizer*>& optimizers, const StateDict& model,
+                    const StateDict& optim, const StateDictOptions& options) {
   set_model_state_dict(module, model, options);
   set_optimizer_state_dict(module, optimizers, optim, options);
 }
-void set_state_dict(ModuleRef module, Optimizer& optimizer, const StateDict& model,
-                    const StateDict& optim, const StateDictOptions& options) {
+void set_state_dict(ModuleRef module, Optimizer& optimizer, const StateDict& model, const StateDict& optim,
+                    const StateDictOptions& options) {
   set_state_dict(module, std::vector<Optimizer*>{&optimizer}, model, optim, options);
 }
 

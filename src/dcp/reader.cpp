@@ -12,9 +12,7 @@ using namespace detail;
 
 struct Reader::Impl {
   CheckpointFiles files;
-  Value read(size_t entry) {
-    return files.tensor(entry) ? Value(files.read_whole(entry)) : files.read_value(entry);
-  }
+  Value read(size_t entry) { return files.tensor(entry) ? Value(files.read_whole(entry)) : files.read_value(entry); }
 };
 
 Reader::Reader(const std::filesystem::path& path, const LoadOptions& options)
@@ -23,16 +21,14 @@ Reader::~Reader() = default;
 Reader::Reader(Reader&&) noexcept = default;
 Reader& Reader::operator=(Reader&&) noexcept = default;
 
-const Metadata& Reader::metadata() const {
-  return impl_->files.stored().metadata;
-}
+const Metadata& Reader::metadata() const { return impl_->files.stored().metadata; }
 
 Value Reader::read(const std::string& fqn) {
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
   const size_t entry = impl_->files.stored().find(fqn);
-  FSDP2_CHECK(entry != StoredMetadata::npos, kNotFound, "[dcp] the checkpoint ",
-              impl_->files.folder().string(), " has no key ", fqn);
+  FSDP2_CHECK(entry != StoredMetadata::npos, kNotFound, "[dcp] the checkpoint ", impl_->files.folder().string(),
+              " has no key ", fqn);
   return impl_->read(entry);
 }
 

@@ -64,8 +64,8 @@ std::vector<LocalItem> make_local_items(StateDict& state) {
 }
 
 uint64_t fingerprint(const PickledValue& value) {
-  const auto head = static_cast<uint64_t>(
-      crc32_z(0, reinterpret_cast<const Bytef*>(value.pickle.data()), value.pickle.size()));
+  const auto head =
+      static_cast<uint64_t>(crc32_z(0, reinterpret_cast<const Bytef*>(value.pickle.data()), value.pickle.size()));
   return head | (static_cast<uint64_t>(value.pickle.size()) << 32);
 }
 
@@ -115,8 +115,7 @@ class Planner {
     for (const GlobalItem& item : items_) {
       if (!item.tensor) continue;
       const std::string fault = cover_fault(item.tensor->sizes, item.tensor->chunks);
-      FSDP2_CHECK(fault.empty(), kInvalidArgument, "[dcp] ", item.fqn, " of shape ",
-                  shape_text(item.tensor->sizes),
+      FSDP2_CHECK(fault.empty(), kInvalidArgument, "[dcp] ", item.fqn, " of shape ", shape_text(item.tensor->sizes),
                   ": what the ranks hold is not the whole tensor: ", fault,
                   "; every rank of the tensor's mesh has to save it, with the same placements");
     }
@@ -124,15 +123,13 @@ class Planner {
     std::vector<int64_t> load(static_cast<size_t>(world_size), 0);
     for (GlobalItem& item : items_) {
       for (size_t i = 0; i < item.holders.size(); ++i) {
-        const int owner =
-            *std::min_element(item.holders[i].begin(), item.holders[i].end(), [&](int a, int b) {
-              return load[static_cast<size_t>(a)] < load[static_cast<size_t>(b)];
-            });
+        const int owner = *std::min_element(item.holders[i].begin(), item.holders[i].end(), [&](int a, int b) {
+          return load[static_cast<size_t>(a)] < load[static_cast<size_t>(b)];
+        });
         item.owners.push_back(owner);
-        load[static_cast<size_t>(owner)] +=
-            item.tensor ? checked_numel(item.tensor->chunks[i].sizes).value_or(0) *
-                              static_cast<int64_t>(c10::elementSize(item.tensor->dtype))
-                        : 1;
+        load[static_cast<size_t>(owner)] += item.tensor ? checked_numel(item.tensor->chunks[i].sizes).value_or(0) *
+                                                              static_cast<int64_t>(c10::elementSize(item.tensor->dtype))
+                                                        : 1;
       }
     }
     return std::move(items_);
@@ -157,9 +154,8 @@ class Planner {
     }
     GlobalItem& item = items_[known->second];
     const auto disagree = [&](const std::string& here, const std::string& there) {
-      FSDP2_THROW(kInvalidArgument, "[dcp] ", fqn, " differs between ranks: rank ", item.first_rank,
-                  " has ", there, ", rank ", rank, " has ", here,
-                  "; a key must mean the same on every rank");
+      FSDP2_THROW(kInvalidArgument, "[dcp] ", fqn, " differs between ranks: rank ", item.first_rank, " has ", there,
+                  ", rank ", rank, " has ", here, "; a key must mean the same on every rank");
     };
     if (is_tensor != item.tensor.has_value())
       disagree(is_tensor ? "a tensor" : "a value", is_tensor ? "a value" : "a tensor");
@@ -178,17 +174,14 @@ class Planner {
       entry.dtype = dtype;
       entry.sizes = sizes;
     }
-    if (dtype != entry.dtype)
-      disagree(std::string(dtype_name(dtype)), std::string(dtype_name(entry.dtype)));
-    if (sizes != entry.sizes)
-      disagree("shape " + shape_text(sizes), "shape " + shape_text(entry.sizes));
+    if (dtype != entry.dtype) disagree(std::string(dtype_name(dtype)), std::string(dtype_name(entry.dtype)));
+    if (sizes != entry.sizes) disagree("shape " + shape_text(sizes), "shape " + shape_text(entry.sizes));
     for (auto left = in.number<uint64_t>(); left > 0; --left) {
       std::vector<int64_t> offsets = in.numbers();
       Chunk chunk{std::move(offsets), in.numbers()};
-      const auto same =
-          std::find_if(entry.chunks.begin(), entry.chunks.end(), [&](const Chunk& other) {
-            return other.offsets == chunk.offsets && other.sizes == chunk.sizes;
-          });
+      const auto same = std::find_if(entry.chunks.begin(), entry.chunks.end(), [&](const Chunk& other) {
+        return other.offsets == chunk.offsets && other.sizes == chunk.sizes;
+      });
       const auto place = static_cast<size_t>(same - entry.chunks.begin());
       if (same == entry.chunks.end()) {
         entry.chunks.push_back(std::move(chunk));
@@ -203,9 +196,8 @@ class Planner {
 };
 
 /// Writes this rank's file; returns where each of its parts lies.
-std::string write_items(const std::filesystem::path& folder, int rank,
-                        const std::vector<GlobalItem>& plan, const std::vector<LocalItem>& items,
-                        bool checksums) {
+std::string write_items(const std::filesystem::path& folder, int rank, const std::vector<GlobalItem>& plan,
+                        const std::vector<LocalItem>& items, bool checksums) {
   std::unordered_map<std::string_view, const LocalItem*> by_name;
   for (const LocalItem& item : items) by_name.emplace(item.fqn, &item);
   const std::string name = c10::str("__", rank, "_0.distcp");
@@ -234,9 +226,7 @@ std::string write_items(const std::filesystem::path& folder, int rank,
         return chunk.offsets == plan[i].tensor->chunks[k].offsets;
       });
       const uint64_t offset = file.position();
-      write_tensor_item(file,
-                        storable(item.data[static_cast<size_t>(mine - chunks.begin())], item.fqn),
-                        checksums);
+      write_tensor_item(file, storable(item.data[static_cast<size_t>(mine - chunks.begin())], item.fqn), checksums);
       note(i, k, offset);
     }
   }
@@ -271,8 +261,7 @@ StoredMetadata assemble(std::vector<GlobalItem> plan, const std::vector<std::str
 
 }  // namespace
 
-Metadata save(const StateDict& state, const std::filesystem::path& path,
-              const SaveOptions& options) {
+Metadata save(const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
   const Exchange exchange(options.group);
@@ -287,16 +276,15 @@ Metadata save(const StateDict& state, const std::filesystem::path& path,
     });
     std::filesystem::path folder;
     std::vector<GlobalItem> plan;
-    const std::vector<std::string> written =
-        exchange.gather("writing its part of a checkpoint", [&] {
-          Planner planner;
-          for (size_t rank = 0; rank < plans.size(); ++rank) {
-            const std::string named = planner.add(static_cast<int>(rank), plans[rank]);
-            if (rank == 0) folder = named;
-          }
-          plan = planner.finish(exchange.world_size());
-          return write_items(folder, exchange.rank(), plan, items, options.checksums);
-        });
+    const std::vector<std::string> written = exchange.gather("writing its part of a checkpoint", [&] {
+      Planner planner;
+      for (size_t rank = 0; rank < plans.size(); ++rank) {
+        const std::string named = planner.add(static_cast<int>(rank), plans[rank]);
+        if (rank == 0) folder = named;
+      }
+      plan = planner.finish(exchange.world_size());
+      return write_items(folder, exchange.rank(), plan, items, options.checksums);
+    });
     const StoredMetadata stored = assemble(std::move(plan), written);
     exchange.gather("committing a checkpoint", [&] {
       if (exchange.rank() != 0) return std::string();

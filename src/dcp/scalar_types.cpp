@@ -32,8 +32,7 @@ constexpr TypeInfo kTypes[] = {
     {ScalarType::UInt64, "uint64", "", false, false, false, 64, 0, 0},
     {ScalarType::ComplexHalf, "complex32", "", true, true, true, 11, -24, 16},
     {ScalarType::ComplexFloat, "complex64", "ComplexFloatStorage", true, true, true, 24, -149, 128},
-    {ScalarType::ComplexDouble, "complex128", "ComplexDoubleStorage", true, true, true, 53, -1074,
-     1024},
+    {ScalarType::ComplexDouble, "complex128", "ComplexDoubleStorage", true, true, true, 53, -1074, 1024},
     {ScalarType::Float8_e5m2, "float8_e5m2", "", true, false, true, 3, -16, 16},
     {ScalarType::Float8_e4m3fn, "float8_e4m3fn", "", true, false, true, 4, -9, 9},
     {ScalarType::Float8_e5m2fnuz, "float8_e5m2fnuz", "", true, false, true, 3, -17, 16},
@@ -59,16 +58,15 @@ std::string_view dtype_name(ScalarType type) {
 }
 
 std::optional<ScalarType> dtype_from_name(std::string_view name) {
-  static constexpr std::pair<std::string_view, ScalarType> kAliases[] = {
-      {"float", ScalarType::Float},
-      {"double", ScalarType::Double},
-      {"half", ScalarType::Half},
-      {"long", ScalarType::Long},
-      {"int", ScalarType::Int},
-      {"short", ScalarType::Short},
-      {"chalf", ScalarType::ComplexHalf},
-      {"cfloat", ScalarType::ComplexFloat},
-      {"cdouble", ScalarType::ComplexDouble}};
+  static constexpr std::pair<std::string_view, ScalarType> kAliases[] = {{"float", ScalarType::Float},
+                                                                         {"double", ScalarType::Double},
+                                                                         {"half", ScalarType::Half},
+                                                                         {"long", ScalarType::Long},
+                                                                         {"int", ScalarType::Int},
+                                                                         {"short", ScalarType::Short},
+                                                                         {"chalf", ScalarType::ComplexHalf},
+                                                                         {"cfloat", ScalarType::ComplexFloat},
+                                                                         {"cdouble", ScalarType::ComplexDouble}};
   for (const TypeInfo& info : kTypes) {
     if (info.name == name) return info.type;
   }
@@ -94,9 +92,7 @@ bool is_narrowing(ScalarType from, ScalarType to) {
   if (from == to) return false;
   const TypeInfo* source = find(from);
   const TypeInfo* target = find(to);
-  if (!source || !target || from == ScalarType::Float4_e2m1fn_x2 ||
-      to == ScalarType::Float4_e2m1fn_x2)
-    return true;
+  if (!source || !target || from == ScalarType::Float4_e2m1fn_x2 || to == ScalarType::Float4_e2m1fn_x2) return true;
   if (source->is_complex && !target->is_complex) return true;
   if (source->is_signed && !target->is_signed) return true;
   if (source->digits > target->digits) return true;

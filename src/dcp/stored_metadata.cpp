@@ -19,8 +19,7 @@ using pickle::Ref;
 using pickle::Type;
 
 constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata";
-constexpr std::string_view kOldModule =
-    "torch.distributed._shard.sharded_tensor.metadata";  // up to torch 2.2
+constexpr std::string_view kOldModule = "torch.distributed._shard.sharded_tensor.metadata";  // up to torch 2.2
 constexpr std::string_view kFileModule = "torch.distributed.checkpoint.filesystem";
 constexpr size_t kMaxDims = 64;
 constexpr int64_t kMaxPathIndex = 1 << 20;
@@ -30,8 +29,8 @@ bool allow_global(std::string_view module, std::string_view name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
   if (module == kModule) {
-    return any({"Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata",
-                "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"});
+    return any({"Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+                "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"});
   }
   if (module == kOldModule) return any({"TensorProperties", "MEM_FORMAT_ENCODING"});
   if (module == kFileModule) return any({"_StorageInfo"});
@@ -43,8 +42,7 @@ bool allow_global(std::string_view module, std::string_view name) {
   if (module == "_codecs") return any({"encode"});
   if (module == "builtins" && name == "getattr")
     return true;  // Python 3.11.0 to 3.11.3 name enum values so; never called
-  return (module == "builtins" || module == "__builtin__") &&
-         any({"set", "frozenset", "bytearray", "complex"});
+  return (module == "builtins" || module == "__builtin__") && any({"set", "frozenset", "bytearray", "complex"});
 }
 
 class Decoder {
@@ -73,15 +71,12 @@ class Decoder {
       fail("found a ", to_string(graph_.type(ref)), " where a ", name, " is expected");
     }
   }
-  bool is_dict(Ref ref) const {
-    return graph_.type(ref) == Type::kDict || graph_.type(ref) == Type::kOrderedDict;
-  }
+  bool is_dict(Ref ref) const { return graph_.type(ref) == Type::kDict || graph_.type(ref) == Type::kOrderedDict; }
   /// A field of a record; kNoState where it is absent or None.
   Ref field(Ref record, std::string_view name) const {
     const Ref state = graph_.state(record);
     if (state == Graph::kNoState) return Graph::kNoState;
-    if (!is_dict(state))
-      fail("the state of a ", graph_.callee(record).name, " is a ", to_string(graph_.type(state)));
+    if (!is_dict(state)) fail("the state of a ", graph_.callee(record).name, " is a ", to_string(graph_.type(state)));
     for (size_t i = 0; i < graph_.count(state); i += 2) {
       const Ref key = graph_.begin(state)[i], value = graph_.begin(state)[i + 1];
       if (graph_.type(key) == Type::kString && graph_.text(key) == name) {
@@ -97,14 +92,12 @@ class Decoder {
   }
   std::vector<int64_t> sizes(Ref ref) const {
     if (graph_.type(ref) == Type::kCall) {
-      if (graph_.callee(ref) != Graph::Name{"torch", "Size"} ||
-          graph_.count(graph_.arguments(ref)) != 1)
+      if (graph_.callee(ref) != Graph::Name{"torch", "Size"} || graph_.count(graph_.arguments(ref)) != 1)
         fail("found a call where a torch.Size is expected");
       ref = *graph_.begin(graph_.arguments(ref));
     }
     const size_t count = graph_.count(ref);
-    if (count > kMaxDims)
-      fail("found a shape of ", count, " dimensions; at most ", kMaxDims, " are read");
+    if (count > kMaxDims) fail("found a shape of ", count, " dimensions; at most ", kMaxDims, " are read");
     std::vector<int64_t> result(count);
     for (size_t i = 0; i < count; ++i) result[i] = graph_.integer(graph_.begin(ref)[i]);
     return result;
@@ -141,8 +134,7 @@ class Decoder {
     entry.sizes = sizes(needed(ref, "size"));
     const auto numel = checked_numel(entry.sizes);
     int64_t bytes = 0;
-    if (!numel || __builtin_mul_overflow(
-                      *numel, static_cast<int64_t>(c10::elementSize(entry.dtype)), &bytes)) {
+    if (!numel || __builtin_mul_overflow(*numel, static_cast<int64_t>(c10::elementSize(entry.dtype)), &bytes)) {
       fail(fqn, " has the impossible shape ", shape_text(entry.sizes));
     }
     const Ref chunks = needed(ref, "chunks");
@@ -167,12 +159,11 @@ class Decoder {
     if (name.name != "TensorProperties" || graph_.state(properties) == Graph::kNoState)
       fail(fqn, " has no tensor properties");
     const Ref state = graph_.state(properties);
-    if (graph_.type(state) != Type::kTuple || graph_.count(state) < 1)
-      fail(fqn, " has damaged tensor properties");
+    if (graph_.type(state) != Type::kTuple || graph_.count(state) < 1) fail(fqn, " has damaged tensor properties");
     const Graph::Name dtype = graph_.global(*graph_.begin(state));
     const auto type = dtype.module == "torch" ? dtype_from_name(dtype.name) : std::nullopt;
-    FSDP2_CHECK(type.has_value(), kUnsupported, "[dcp] ", what_, ": ", fqn, " has the dtype ",
-                dtype.module, ".", dtype.name, ", which this library does not know");
+    FSDP2_CHECK(type.has_value(), kUnsupported, "[dcp] ", what_, ": ", fqn, " has the dtype ", dtype.module, ".",
+                dtype.name, ", which this library does not know");
     return *type;
   }
 
@@ -214,26 +205,23 @@ class Decoder {
       place.present = true;
       place.file = std::string(graph_.text(needed(info, "relative_path")));
       check_file_name(place.file);
-      const int64_t offset = graph_.integer(needed(info, "offset")),
-                    length = graph_.integer(needed(info, "length"));
+      const int64_t offset = graph_.integer(needed(info, "offset")), length = graph_.integer(needed(info, "length"));
       if (offset < 0 || length < 0) fail(fqn, " lies at offset ", offset, " with length ", length);
       place.offset = static_cast<uint64_t>(offset);
       place.length = static_cast<uint64_t>(length);
       const Ref transforms = field(info, "transform_descriptors");
-      FSDP2_CHECK(transforms == Graph::kNoState || graph_.count(transforms) == 0, kUnsupported,
-                  "[dcp] ", what_, ": ", fqn,
+      FSDP2_CHECK(transforms == Graph::kNoState || graph_.count(transforms) == 0, kUnsupported, "[dcp] ", what_, ": ",
+                  fqn,
                   " was saved through a stream transform (compression), which this library does "
                   "not read yet");
     }
   }
 
-  ItemLocation& find_place(const std::string& fqn, StoredMetadata& stored, size_t entry,
-                           Ref offset_ref) {
+  ItemLocation& find_place(const std::string& fqn, StoredMetadata& stored, size_t entry, Ref offset_ref) {
     auto& places = stored.locations[entry];
     const auto* tensor = std::get_if<TensorEntry>(&stored.metadata.entries[entry].second);
     if (tensor == nullptr) return places[0];
-    if (offset_ref == Graph::kNoState)
-      fail(fqn, " is a tensor, one of its storage entries has no offset");
+    if (offset_ref == Graph::kNoState) fail(fqn, " is a tensor, one of its storage entries has no offset");
     const std::vector<int64_t> offsets = sizes(offset_ref);
     const auto& chunks = tensor->chunks;
     // An empty chunk may share its offset with nothing but other empty ones.
@@ -299,8 +287,7 @@ void write_tensor(pickle::Writer& out, const TensorEntry& entry) {
   out.build();
 }
 
-void write_location(pickle::Writer& out, const std::string& fqn, const Chunk* chunk,
-                    const ItemLocation& place) {
+void write_location(pickle::Writer& out, const std::string& fqn, const Chunk* chunk, const ItemLocation& place) {
   write_record(out, kModule, "MetadataIndex");
   out.empty_dict();
   out.mark();
@@ -334,8 +321,7 @@ size_t StoredMetadata::find(const std::string& fqn) const {
 void StoredMetadata::index() {
   by_name_.clear();
   by_name_.reserve(metadata.entries.size());
-  for (size_t i = 0; i < metadata.entries.size(); ++i)
-    by_name_.emplace(metadata.entries[i].first, i);
+  for (size_t i = 0; i < metadata.entries.size(); ++i) by_name_.emplace(metadata.entries[i].first, i);
 }
 
 std::string encode_metadata(const StoredMetadata& stored) {
@@ -405,21 +391,20 @@ StoredMetadata decode_metadata(std::string_view pickle, const std::string& what)
 StoredMetadata read_metadata(const std::filesystem::path& folder) {
   std::error_code error;
   const auto status = std::filesystem::status(folder, error);
-  FSDP2_CHECK(status.type() != std::filesystem::file_type::not_found, kNotFound,
-              "[dcp] there is no checkpoint at ", folder.string());
-  FSDP2_CHECK(status.type() == std::filesystem::file_type::directory, kInvalidArgument, "[dcp] ",
-              folder.string(), " is not a folder");
+  FSDP2_CHECK(status.type() != std::filesystem::file_type::not_found, kNotFound, "[dcp] there is no checkpoint at ",
+              folder.string());
+  FSDP2_CHECK(status.type() == std::filesystem::file_type::directory, kInvalidArgument, "[dcp] ", folder.string(),
+              " is not a folder");
   if (!std::filesystem::exists(folder / kMetadataName, error)) {
-    FSDP2_CHECK(!std::filesystem::exists(folder / "__0.metadata", error), kUnsupported, "[dcp] ",
-                folder.string(),
+    FSDP2_CHECK(!std::filesystem::exists(folder / "__0.metadata", error), kUnsupported, "[dcp] ", folder.string(),
                 " was saved with use_collectives=False (one metadata file per rank), which this "
                 "library does not read yet");
-    FSDP2_THROW(kNotFound, "[dcp] there is no checkpoint at ", folder.string(), ": it has no ",
-                kMetadataName, "; the save did not finish, or this is not a checkpoint folder");
+    FSDP2_THROW(kNotFound, "[dcp] there is no checkpoint at ", folder.string(), ": it has no ", kMetadataName,
+                "; the save did not finish, or this is not a checkpoint folder");
   }
   const FileReader file(folder, kMetadataName);
-  FSDP2_CHECK(file.size() > 0 && file.size() < (uint64_t{1} << 31), kCorruption, "[dcp] ",
-              file.name(), " is ", file.size(), " bytes long");
+  FSDP2_CHECK(file.size() > 0 && file.size() < (uint64_t{1} << 31), kCorruption, "[dcp] ", file.name(), " is ",
+              file.size(), " bytes long");
   std::string content(file.size(), '\0');
   file.read(0, content.data(), content.size());
   return decode_metadata(content, file.name());

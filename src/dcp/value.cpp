@@ -15,10 +15,9 @@ using detail::StatefulBox;
 using detail::ValueRep;
 
 const char* to_string(Kind kind) noexcept {
-  static constexpr const char* kNames[] = {
-      "None",  "Bool",        "Int",    "BigInt", "Double", "Complex", "String",
-      "Bytes", "ByteArray",   "Tensor", "List",   "Tuple",  "Set",     "FrozenSet",
-      "Dict",  "OrderedDict", "Dtype",  "Device", "Size",   "Opaque"};
+  static constexpr const char* kNames[] = {"None",  "Bool",        "Int",    "BigInt", "Double", "Complex", "String",
+                                           "Bytes", "ByteArray",   "Tensor", "List",   "Tuple",  "Set",     "FrozenSet",
+                                           "Dict",  "OrderedDict", "Dtype",  "Device", "Size",   "Opaque"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -30,8 +29,8 @@ std::shared_ptr<ValueRep> new_rep(Kind kind, T content) {
 }
 
 [[noreturn]] void throw_wrong_kind(const Value& value, const char* wanted) {
-  FSDP2_THROW(kInvalidArgument, "[dcp] a value of kind ", to_string(value.kind()), " was read as ",
-              wanted, "; ask kind() first");
+  FSDP2_THROW(kInvalidArgument, "[dcp] a value of kind ", to_string(value.kind()), " was read as ", wanted,
+              "; ask kind() first");
 }
 
 }  // namespace
@@ -51,8 +50,7 @@ Value::Value(at::Tensor tensor) {
 Value::Value(std::vector<Value> list) : rep_(new_rep(Kind::List, std::move(list))) {}
 Value::Value(StateDict dict) : rep_(new_rep(Kind::Dict, std::move(dict))) {}
 Value::Value(std::shared_ptr<Stateful> object) {
-  FSDP2_CHECK(object != nullptr, kInvalidArgument,
-              "[dcp] a value was made from an empty pointer to a Stateful");
+  FSDP2_CHECK(object != nullptr, kInvalidArgument, "[dcp] a value was made from an empty pointer to a Stateful");
   rep_ = new_rep(Kind::Dict, StatefulBox{std::move(object), {}});
 }
 
@@ -71,47 +69,29 @@ Value Value::from_unsigned(uint64_t value) {
   return from_integer(static_cast<int64_t>(value));
 }
 
-Value Value::bytes(std::string content) {
-  return make(Kind::Bytes, std::move(content));
-}
-Value Value::byte_array(std::string content) {
-  return make(Kind::ByteArray, std::move(content));
-}
-Value Value::tuple(std::vector<Value> items) {
-  return make(Kind::Tuple, std::move(items));
-}
-Value Value::set(std::vector<Value> items) {
-  return make(Kind::Set, std::move(items));
-}
-Value Value::frozen_set(std::vector<Value> items) {
-  return make(Kind::FrozenSet, std::move(items));
-}
+Value Value::bytes(std::string content) { return make(Kind::Bytes, std::move(content)); }
+Value Value::byte_array(std::string content) { return make(Kind::ByteArray, std::move(content)); }
+Value Value::tuple(std::vector<Value> items) { return make(Kind::Tuple, std::move(items)); }
+Value Value::set(std::vector<Value> items) { return make(Kind::Set, std::move(items)); }
+Value Value::frozen_set(std::vector<Value> items) { return make(Kind::FrozenSet, std::move(items)); }
 Value Value::size(const std::vector<int64_t>& sizes) {
   return make(Kind::Size, std::vector<Value>(sizes.begin(), sizes.end()));
 }
-Value Value::complex(double real, double imag) {
-  return make(Kind::Complex, std::vector<Value>{real, imag});
-}
-Value Value::dtype(at::ScalarType type) {
-  return make(Kind::Dtype, std::string(detail::dtype_name(type)));
-}
-Value Value::device(const c10::Device& device) {
-  return make(Kind::Device, device.str());
-}
+Value Value::complex(double real, double imag) { return make(Kind::Complex, std::vector<Value>{real, imag}); }
+Value Value::dtype(at::ScalarType type) { return make(Kind::Dtype, std::string(detail::dtype_name(type))); }
+Value Value::device(const c10::Device& device) { return make(Kind::Device, device.str()); }
 
 Value Value::big_int(const std::string& decimal) {
   const bool negative = !decimal.empty() && decimal[0] == '-';
   const std::string digits = decimal.substr(negative ? 1 : 0);
-  FSDP2_CHECK(!digits.empty() && digits.size() <= 10000 &&
-                  digits.find_first_not_of("0123456789") == std::string::npos,
+  FSDP2_CHECK(!digits.empty() && digits.size() <= 10000 && digits.find_first_not_of("0123456789") == std::string::npos,
               kInvalidArgument, "[dcp] a big int was made from '", decimal.substr(0, 40),
               "'; allowed are an optional minus sign and at most 10000 digits");
   int64_t small = 0;
   const auto [end, error] = std::from_chars(decimal.data(), decimal.data() + decimal.size(), small);
   if (error == std::errc() && end == decimal.data() + decimal.size()) return small;
   return make(Kind::BigInt,
-              (negative ? "-" : "") +
-                  digits.substr(std::min(digits.find_first_not_of('0'), digits.size() - 1)));
+              (negative ? "-" : "") + digits.substr(std::min(digits.find_first_not_of('0'), digits.size() - 1)));
 }
 
 Value Value::ordered_dict(StateDict dict) {
@@ -123,8 +103,8 @@ Value Value::ordered_dict(StateDict dict) {
 Value Value::from_items(std::vector<std::pair<Value, Value>> items, bool ordered) {
   Value result;
   const Kind kind = ordered ? Kind::OrderedDict : Kind::Dict;
-  const bool text = std::all_of(items.begin(), items.end(),
-                                [](const auto& item) { return item.first.kind() == Kind::String; });
+  const bool text =
+      std::all_of(items.begin(), items.end(), [](const auto& item) { return item.first.kind() == Kind::String; });
   if (text) {
     StateDict dict;
     for (auto& [key, value] : items) dict[key.str()] = std::move(value);
@@ -163,8 +143,7 @@ const std::string& Value::str() const {
   return std::get<std::string>(rep_->content);
 }
 const std::vector<Value>& Value::list() const {
-  if (!rep_ || !std::holds_alternative<std::vector<Value>>(rep_->content))
-    throw_wrong_kind(*this, "a list");
+  if (!rep_ || !std::holds_alternative<std::vector<Value>>(rep_->content)) throw_wrong_kind(*this, "a list");
   return std::get<std::vector<Value>>(rep_->content);
 }
 
@@ -198,9 +177,7 @@ std::vector<std::pair<Value, Value>> Value::items() const {
 StateDict::StateDict(std::initializer_list<Entry> entries) {
   for (const auto& [key, value] : entries) (*this)[key] = value;
 }
-StateDict::StateDict(const StateDict& other) : entries_(other.entries_) {
-  reindex();
-}
+StateDict::StateDict(const StateDict& other) : entries_(other.entries_) { reindex(); }
 StateDict::StateDict(StateDict&& other) noexcept
     : entries_(std::move(other.entries_)), index_(std::move(other.index_)) {
   other.entries_.clear();
@@ -234,17 +211,12 @@ const Value& StateDict::at(const std::string& key) const {
       }
       known += (known.empty() ? "" : ", ") + name;
     }
-    FSDP2_THROW(kNotFound, "[dcp] a state dict has no key '", key, "'; it has ",
-                known.empty() ? "no keys" : known);
+    FSDP2_THROW(kNotFound, "[dcp] a state dict has no key '", key, "'; it has ", known.empty() ? "no keys" : known);
   }
   return found->second->second;
 }
-Value& StateDict::at(const std::string& key) {
-  return const_cast<Value&>(std::as_const(*this).at(key));
-}
-bool StateDict::contains(std::string_view key) const {
-  return index_.count(key) != 0;
-}
+Value& StateDict::at(const std::string& key) { return const_cast<Value&>(std::as_const(*this).at(key)); }
+bool StateDict::contains(std::string_view key) const { return index_.count(key) != 0; }
 bool StateDict::erase(const std::string& key) {
   const auto found = index_.find(key);
   if (found == index_.end()) return false;

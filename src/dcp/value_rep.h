@@ -30,9 +30,7 @@ struct ValueAccess {
   /// Unshared contents that the caller may change; null for scalars.
   static ValueRep* mutable_rep(Value& value);
   static Value make(Kind kind, std::string text) { return Value::make(kind, std::move(text)); }
-  static Value make(Kind kind, std::vector<Value> items) {
-    return Value::make(kind, std::move(items));
-  }
+  static Value make(Kind kind, std::vector<Value> items) { return Value::make(kind, std::move(items)); }
   static std::vector<Value>& mutable_list(Value& value);
   /// The object if the value was made from one, else null.
   static std::shared_ptr<Stateful> stateful(const Value& value);

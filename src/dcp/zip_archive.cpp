@@ -10,11 +10,10 @@ namespace fsdp2::dcp::detail {
 namespace {
 
 // Layout of zip structures, as in PKWARE's APPNOTE. All numbers are little-endian.
-constexpr uint32_t kLocalHeader = 0x04034b50, kDescriptor = 0x08074b50,
-                   kDirectoryEntry = 0x02014b50;
+constexpr uint32_t kLocalHeader = 0x04034b50, kDescriptor = 0x08074b50, kDirectoryEntry = 0x02014b50;
 constexpr uint32_t kEnd = 0x06054b50, kEnd64 = 0x06064b50, kLocator64 = 0x07064b50;
-constexpr size_t kLocalHeaderBytes = 30, kDirectoryEntryBytes = 46, kEndBytes = 22,
-                 kEnd64Bytes = 56, kLocator64Bytes = 20;
+constexpr size_t kLocalHeaderBytes = 30, kDirectoryEntryBytes = 46, kEndBytes = 22, kEnd64Bytes = 56,
+                 kLocator64Bytes = 20;
 constexpr uint16_t kZip64Field = 1, kPaddingField = 0x4246;  // "FB"
 constexpr uint16_t kDescriptorFlag = 1 << 3, kUtf8Flag = 1 << 11;
 constexpr uint32_t kIn64 = 0xFFFFFFFF;
@@ -49,23 +48,19 @@ class Bytes {
 
 }  // namespace
 
-ByteRange::ByteRange(std::shared_ptr<const FileReader> file, uint64_t base, uint64_t length,
-                     std::string what)
-    : file_(std::move(file)),
-      base_(base),
-      length_(length),
-      what_(file_->name() + " (" + std::move(what) + ")") {
+ByteRange::ByteRange(std::shared_ptr<const FileReader> file, uint64_t base, uint64_t length, std::string what)
+    : file_(std::move(file)), base_(base), length_(length), what_(file_->name() + " (" + std::move(what) + ")") {
   FSDP2_CHECK(base <= file_->size() && length <= file_->size() - base, kCorruption, "[dcp] ", what_,
-              ": the metadata say ", length, " bytes at offset ", base, ", the file has ",
-              file_->size(), "; it was cut or belongs to another checkpoint");
+              ": the metadata say ", length, " bytes at offset ", base, ", the file has ", file_->size(),
+              "; it was cut or belongs to another checkpoint");
   if (length <= kCacheBytes) {
     cache_.resize(length);
     file_->read(base, cache_.data(), length);
   }
 }
 void ByteRange::read(uint64_t offset, void* out, size_t size) const {
-  FSDP2_CHECK(offset <= length_ && size <= length_ - offset, kCorruption, "[dcp] ", what_,
-              ": wanted are ", size, " bytes at offset ", offset, " of an item of ", length_);
+  FSDP2_CHECK(offset <= length_ && size <= length_ - offset, kCorruption, "[dcp] ", what_, ": wanted are ", size,
+              " bytes at offset ", offset, " of an item of ", length_);
   if (length_ <= kCacheBytes) {
     if (size > 0) std::memcpy(out, cache_.data() + offset, size);
   } else {
@@ -73,8 +68,8 @@ void ByteRange::read(uint64_t offset, void* out, size_t size) const {
   }
 }
 std::string ByteRange::read_text(uint64_t offset, size_t size) const {
-  FSDP2_CHECK(offset <= length_ && size <= length_ - offset, kCorruption, "[dcp] ", what_,
-              ": wanted are ", size, " bytes at offset ", offset, " of an item of ", length_);
+  FSDP2_CHECK(offset <= length_ && size <= length_ - offset, kCorruption, "[dcp] ", what_, ": wanted are ", size,
+              " bytes at offset ", offset, " of an item of ", length_);
   std::string result(size, '\0');
   read(offset, result.data(), size);
   return result;
@@ -115,8 +110,7 @@ ZipReader::ZipReader(const ByteRange& bytes, bool verify) : bytes_(bytes), verif
       if (end64 > total || total - end64 < kEnd64Bytes)
         fail("its zip64 end record is at ", end64, " of ", total, " bytes");
       const std::string record = bytes.read_text(end64, kEnd64Bytes);
-      if (number<uint32_t>(record.data()) != kEnd64)
-        fail("there is no zip64 end record at ", end64);
+      if (number<uint32_t>(record.data()) != kEnd64) fail("there is no zip64 end record at ", end64);
       count = number<uint64_t>(record.data() + 32);
       size = number<uint64_t>(record.data() + 40);
       offset = number<uint64_t>(record.data() + 48);
@@ -137,13 +131,10 @@ void ZipReader::read_directory(uint64_t offset, uint64_t size, uint64_t count) {
   for (uint64_t i = 0; i < count; ++i) {
     if (directory.size() - at < kDirectoryEntryBytes) fail("its directory ends within record ", i);
     const char* entry = directory.data() + at;
-    if (number<uint32_t>(entry) != kDirectoryEntry)
-      fail("record ", i, " of its directory is damaged");
+    if (number<uint32_t>(entry) != kDirectoryEntry) fail("record ", i, " of its directory is damaged");
     const uint16_t method = number<uint16_t>(entry + 10), name_bytes = number<uint16_t>(entry + 28);
-    const uint16_t extra_bytes = number<uint16_t>(entry + 30),
-                   comment_bytes = number<uint16_t>(entry + 32);
-    if (directory.size() - at - kDirectoryEntryBytes <
-        size_t{name_bytes} + extra_bytes + comment_bytes)
+    const uint16_t extra_bytes = number<uint16_t>(entry + 30), comment_bytes = number<uint16_t>(entry + 32);
+    if (directory.size() - at - kDirectoryEntryBytes < size_t{name_bytes} + extra_bytes + comment_bytes)
       fail("its directory ends within record ", i);
     Record record;
     record.full_name.assign(entry + kDirectoryEntryBytes, name_bytes);
@@ -169,17 +160,15 @@ void ZipReader::read_directory(uint64_t offset, uint64_t size, uint64_t count) {
       extra += field_bytes;
     }
     if (method != 0 || stored != record.size) {
-      fail("record ", record.full_name, " is compressed (method ", method, ", ", stored, " of ",
-           record.size, " bytes); torch stores records as they are");
+      fail("record ", record.full_name, " is compressed (method ", method, ", ", stored, " of ", record.size,
+           " bytes); torch stores records as they are");
     }
     if (record.header_offset > directory_ || record.size > directory_ - record.header_offset) {
-      fail("record ", record.full_name, " of ", record.size, " bytes at ", record.header_offset,
-           " leaves the item");
+      fail("record ", record.full_name, " of ", record.size, " bytes at ", record.header_offset, " leaves the item");
     }
     if (i == 0) {
       const size_t slash = record.full_name.find('/');
-      if (slash == std::string::npos)
-        fail("its first record is ", record.full_name, ", without a folder");
+      if (slash == std::string::npos) fail("its first record is ", record.full_name, ", without a folder");
       prefix = record.full_name.substr(0, slash + 1);
     }
     if (record.full_name.compare(0, prefix.size(), prefix) != 0)
@@ -188,18 +177,16 @@ void ZipReader::read_directory(uint64_t offset, uint64_t size, uint64_t count) {
     records_.push_back(std::move(record));
     at += kDirectoryEntryBytes + name_bytes + extra_bytes + comment_bytes;
   }
-  std::sort(records_.begin(), records_.end(),
-            [](const Record& a, const Record& b) { return a.name < b.name; });
-  const auto twice =
-      std::adjacent_find(records_.begin(), records_.end(),
-                         [](const Record& a, const Record& b) { return a.name == b.name; });
+  std::sort(records_.begin(), records_.end(), [](const Record& a, const Record& b) { return a.name < b.name; });
+  const auto twice = std::adjacent_find(records_.begin(), records_.end(),
+                                        [](const Record& a, const Record& b) { return a.name == b.name; });
   if (twice != records_.end()) fail("record ", twice->full_name, " is there twice");
 }
 
 const ZipReader::Record* ZipReader::find(std::string_view name) const {
-  const auto found = std::lower_bound(
-      records_.begin(), records_.end(), name,
-      [](const Record& record, std::string_view wanted) { return record.name < wanted; });
+  const auto found =
+      std::lower_bound(records_.begin(), records_.end(), name,
+                       [](const Record& record, std::string_view wanted) { return record.name < wanted; });
   return found == records_.end() || found->name != name ? nullptr : &*found;
 }
 const ZipReader::Record& ZipReader::at(std::string_view name) const {
@@ -212,12 +199,10 @@ void ZipReader::read(const Record& record, void* out) const {
   const std::string header = bytes_.read_text(record.header_offset, kLocalHeaderBytes);
   if (number<uint32_t>(header.data()) != kLocalHeader)
     fail("there is no header of ", record.full_name, " at ", record.header_offset);
-  const uint64_t data = record.header_offset + kLocalHeaderBytes +
-                        number<uint16_t>(header.data() + 26) + number<uint16_t>(header.data() + 28);
-  if (number<uint16_t>(header.data() + 8) != 0 || data > directory_ ||
-      record.size > directory_ - data) {
-    fail("the header of ", record.full_name, " at ", record.header_offset,
-         " contradicts the directory");
+  const uint64_t data = record.header_offset + kLocalHeaderBytes + number<uint16_t>(header.data() + 26) +
+                        number<uint16_t>(header.data() + 28);
+  if (number<uint16_t>(header.data() + 8) != 0 || data > directory_ || record.size > directory_ - data) {
+    fail("the header of ", record.full_name, " at ", record.header_offset, " contradicts the directory");
   }
   uLong crc = 0;
   auto* bytes = static_cast<char*>(out);
@@ -241,8 +226,7 @@ std::string ZipReader::read_text(const Record& record, size_t limit) const {
   return result;
 }
 
-ZipWriter::ZipWriter(FileWriter& out, bool checksums)
-    : out_(out), checksums_(checksums), base_(out.position()) {}
+ZipWriter::ZipWriter(FileWriter& out, bool checksums) : out_(out), checksums_(checksums), base_(out.position()) {}
 
 void ZipWriter::record(std::string_view name, const void* data, size_t size) {
   Entry entry{"archive/" + std::string(name), out_.position() - base_, size, 0};
@@ -251,24 +235,17 @@ void ZipWriter::record(std::string_view name, const void* data, size_t size) {
   const size_t before_data = entry.offset + kLocalHeaderBytes + entry.name.size() + 4;
   const size_t padding = (kAlignment - before_data % kAlignment) % kAlignment;
   Bytes header;
-  header.add(kLocalHeader)
-      .add(uint16_t{20})
-      .add(uint16_t(kDescriptorFlag | kUtf8Flag))
-      .add(uint16_t{0});
-  header.add(uint16_t{0})
-      .add(uint16_t{0x21});  // 1 January 1980: the same state gives the same bytes
+  header.add(kLocalHeader).add(uint16_t{20}).add(uint16_t(kDescriptorFlag | kUtf8Flag)).add(uint16_t{0});
+  header.add(uint16_t{0}).add(uint16_t{0x21});  // 1 January 1980: the same state gives the same bytes
   header.add(uint32_t{0}).add(uint32_t{0}).add(uint32_t{0});
-  header.add(static_cast<uint16_t>(entry.name.size()))
-      .add(static_cast<uint16_t>(4 + padding))
-      .text(entry.name);
+  header.add(static_cast<uint16_t>(entry.name.size())).add(static_cast<uint16_t>(4 + padding)).text(entry.name);
   header.add(kPaddingField).add(static_cast<uint16_t>(padding)).text(std::string(padding, 'Z'));
   out_.write(header.str().data(), header.str().size());
   const auto* bytes = static_cast<const char*>(data);
   for (size_t done = 0; done < size;) {
     const size_t block = std::min(size - done, kBlockBytes);
     if (checksums_)
-      entry.crc = static_cast<uint32_t>(
-          crc32_z(entry.crc, reinterpret_cast<const Bytef*>(bytes + done), block));
+      entry.crc = static_cast<uint32_t>(crc32_z(entry.crc, reinterpret_cast<const Bytef*>(bytes + done), block));
     out_.write(bytes + done, block);
     done += block;
   }
@@ -288,21 +265,13 @@ void ZipWriter::finish() {
   Bytes bytes;
   for (const Entry& entry : entries_) {
     const bool big_size = entry.size >= kIn64, big_offset = entry.offset >= kIn64;
-    const uint16_t extra =
-        big_size || big_offset ? uint16_t(4 + 16 * big_size + 8 * big_offset) : uint16_t{0};
+    const uint16_t extra = big_size || big_offset ? uint16_t(4 + 16 * big_size + 8 * big_offset) : uint16_t{0};
     const uint32_t size = big_size ? kIn64 : static_cast<uint32_t>(entry.size);
     bytes.add(kDirectoryEntry)
         .add(uint16_t{extra ? uint16_t{45} : uint16_t{20}})
         .add(uint16_t{extra ? uint16_t{45} : uint16_t{20}});
-    bytes.add(uint16_t(kDescriptorFlag | kUtf8Flag))
-        .add(uint16_t{0})
-        .add(uint16_t{0})
-        .add(uint16_t{0x21});
-    bytes.add(entry.crc)
-        .add(size)
-        .add(size)
-        .add(static_cast<uint16_t>(entry.name.size()))
-        .add(extra);
+    bytes.add(uint16_t(kDescriptorFlag | kUtf8Flag)).add(uint16_t{0}).add(uint16_t{0}).add(uint16_t{0x21});
+    bytes.add(entry.crc).add(size).add(size).add(static_cast<uint16_t>(entry.name.size())).add(extra);
     bytes.add(uint16_t{0}).add(uint16_t{0}).add(uint16_t{0}).add(uint32_t{0});
     bytes.add(big_offset ? kIn64 : static_cast<uint32_t>(entry.offset)).text(entry.name);
     if (extra) {

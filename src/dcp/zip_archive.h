@@ -15,8 +15,7 @@ namespace fsdp2::dcp::detail {
 /// Bytes [base, base + length) of a file; small ones are read at once and kept.
 class ByteRange {
  public:
-  ByteRange(std::shared_ptr<const FileReader> file, uint64_t base, uint64_t length,
-            std::string what);
+  ByteRange(std::shared_ptr<const FileReader> file, uint64_t base, uint64_t length, std::string what);
   uint64_t size() const { return length_; }
   /// File, range and key, for messages.
   const std::string& what() const { return what_; }
@@ -65,9 +64,7 @@ class ZipWriter {
  public:
   ZipWriter(FileWriter& out, bool checksums);
   void record(std::string_view name, const void* data, size_t size);
-  void record(std::string_view name, std::string_view text) {
-    record(name, text.data(), text.size());
-  }
+  void record(std::string_view name, std::string_view text) { record(name, text.data(), text.size()); }
   void finish();
 
  private:

@@ -5,28 +5,21 @@
 namespace fsdp2::pickle {
 
 const char* to_string(Type type) noexcept {
-  static constexpr const char* kNames[] = {
-      "None",  "bool",      "int",    "long",  "float",  "str",
-      "bytes", "bytearray", "list",   "tuple", "dict",   "OrderedDict",
-      "set",   "frozenset", "global", "call",  "object", "persistent id"};
+  static constexpr const char* kNames[] = {"None",  "bool",      "int",    "long",  "float",  "str",
+                                           "bytes", "bytearray", "list",   "tuple", "dict",   "OrderedDict",
+                                           "set",   "frozenset", "global", "call",  "object", "persistent id"};
   return kNames[static_cast<size_t>(type)];
 }
 
 const Graph::Node& Graph::expect(Ref ref, Type type) const {
-  FSDP2_CHECK(nodes_[ref].type == type, kCorruption, "[pickle] found a ",
-              to_string(nodes_[ref].type), " where a ", to_string(type), " is expected");
+  FSDP2_CHECK(nodes_[ref].type == type, kCorruption, "[pickle] found a ", to_string(nodes_[ref].type), " where a ",
+              to_string(type), " is expected");
   return nodes_[ref];
 }
 
-bool Graph::boolean(Ref ref) const {
-  return expect(ref, Type::kBool).integer != 0;
-}
-int64_t Graph::integer(Ref ref) const {
-  return expect(ref, Type::kInt).integer;
-}
-double Graph::real(Ref ref) const {
-  return expect(ref, Type::kDouble).real;
-}
+bool Graph::boolean(Ref ref) const { return expect(ref, Type::kBool).integer != 0; }
+int64_t Graph::integer(Ref ref) const { return expect(ref, Type::kInt).integer; }
+double Graph::real(Ref ref) const { return expect(ref, Type::kDouble).real; }
 
 std::string_view Graph::text(Ref ref) const {
   const Node& node = nodes_[ref];
@@ -54,8 +47,7 @@ const Ref* Graph::begin(Ref ref) const {
     case Type::kOrderedDict:
       return containers_[node.extra].data();
     default:
-      FSDP2_THROW(kCorruption, "[pickle] found a ", to_string(node.type),
-                  " where a collection is expected");
+      FSDP2_THROW(kCorruption, "[pickle] found a ", to_string(node.type), " where a collection is expected");
   }
 }
 size_t Graph::count(Ref ref) const {
@@ -81,8 +73,6 @@ Ref Graph::state(Ref ref) const {
   callee(ref);  // checks
   return nodes_[ref].pair.second;
 }
-Ref Graph::persistent_id(Ref ref) const {
-  return expect(ref, Type::kPersistent).pair.first;
-}
+Ref Graph::persistent_id(Ref ref) const { return expect(ref, Type::kPersistent).pair.first; }
 
 }  // namespace fsdp2::pickle

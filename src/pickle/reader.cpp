@@ -67,8 +67,7 @@ class Machine {
  public:
   Machine(std::string_view input, std::string_view what, const ReadOptions& options)
       : input_(input), what_(what), options_(options) {
-    if (input.size() > kMaxInput)
-      fail("is ", input.size(), " bytes long; at most ", kMaxInput, " are read");
+    if (input.size() > kMaxInput) fail("is ", input.size(), " bytes long; at most ", kMaxInput, " are read");
     graph_.input_ = input;
   }
 
@@ -97,8 +96,7 @@ class Machine {
   // Nodes and stack.
   Graph::Node& node(Ref ref) { return graph_.nodes_[ref]; }
   Ref add(Graph::Node fresh) {
-    if (graph_.nodes_.size() >= options_.max_nodes)
-      fail("has more than ", options_.max_nodes, " objects");
+    if (graph_.nodes_.size() >= options_.max_nodes) fail("has more than ", options_.max_nodes, " objects");
     graph_.nodes_.push_back(fresh);
     return static_cast<Ref>(graph_.nodes_.size() - 1);
   }
@@ -110,8 +108,7 @@ class Machine {
   void push(Ref ref) { stack_.push_back(ref); }
   void push_integer(Type type, int64_t value) { push(add(Graph::Node{type, 0, {value}})); }
   Ref add_text(Type type, std::string_view text) {
-    return add_pair(type, 0, static_cast<uint32_t>(text.data() - input_.data()),
-                    static_cast<uint32_t>(text.size()));
+    return add_pair(type, 0, static_cast<uint32_t>(text.data() - input_.data()), static_cast<uint32_t>(text.size()));
   }
   void push_container(Type type) {
     graph_.containers_.emplace_back();
@@ -138,8 +135,7 @@ class Machine {
   void push_tuple(size_t count) {
     if (stack_.size() < floor() + count) fail("takes from an empty stack");
     auto& elements = graph_.elements_;
-    if (elements.size() + count > std::numeric_limits<uint32_t>::max())
-      fail("has too many tuple elements");
+    if (elements.size() + count > std::numeric_limits<uint32_t>::max()) fail("has too many tuple elements");
     const auto first = static_cast<uint32_t>(elements.size());
     elements.insert(elements.end(), stack_.end() - static_cast<ptrdiff_t>(count), stack_.end());
     stack_.resize(stack_.size() - count);
@@ -164,8 +160,7 @@ class Machine {
     memo_[index] = ref;
   }
   void get(uint64_t index) {
-    if (index >= memo_.size() || memo_[index] == kNothing)
-      fail("memo number ", index, " was never set");
+    if (index >= memo_.size() || memo_[index] == kNothing) fail("memo number ", index, " was never set");
     push(memo_[index]);
   }
 
@@ -187,8 +182,8 @@ class Machine {
 void Machine::push_global(Ref module, Ref name) {
   const std::string_view module_text = graph_.text(module), name_text = graph_.text(name);
   if (options_.allow_global && !options_.allow_global(module_text, name_text)) {
-    FSDP2_THROW(kUnsupported, "[pickle] ", what_, ": byte ", position_, ": refers to ",
-                module_text.substr(0, 200), ".", name_text.substr(0, 200),
+    FSDP2_THROW(kUnsupported, "[pickle] ", what_, ": byte ", position_, ": refers to ", module_text.substr(0, 200), ".",
+                name_text.substr(0, 200),
                 ", which no checkpoint needs; nothing was imported or run; do not use a file from "
                 "a source you do not trust");
   }
@@ -210,8 +205,7 @@ void Machine::read_global() {
 void Machine::reduce() {
   const Ref arguments = pop();
   const Ref callee = pop();
-  if (node(arguments).type != Type::kTuple)
-    fail("calls with a ", to_string(node(arguments).type), " for arguments");
+  if (node(arguments).type != Type::kTuple) fail("calls with a ", to_string(node(arguments).type), " for arguments");
   if (node(callee).type == Type::kGlobal && graph_.count(arguments) == 0 &&
       graph_.global(callee) == Graph::Name{"collections", "OrderedDict"}) {
     return push_container(Type::kOrderedDict);
@@ -223,10 +217,8 @@ void Machine::build() {
   const Ref state = pop();
   const Ref target = top();
   Graph::Node& object = node(target);
-  if (object.type == Type::kOrderedDict)
-    return;  // attributes of a dict object (_metadata) carry no data
-  if (object.type != Type::kCall && object.type != Type::kRecord)
-    fail("sets the state of a ", to_string(object.type));
+  if (object.type == Type::kOrderedDict) return;  // attributes of a dict object (_metadata) carry no data
+  if (object.type != Type::kCall && object.type != Type::kRecord) fail("sets the state of a ", to_string(object.type));
   if (object.pair.second != Graph::kNoState) fail("sets the state of one object twice");
   object.pair.second = state;
 }
@@ -339,8 +331,7 @@ void Machine::step(uint8_t opcode) {
     case kNewObj: {
       const Ref arguments = pop();
       const Ref callee = pop();
-      if (node(callee).type != Type::kGlobal)
-        fail("makes an object of a ", to_string(node(callee).type));
+      if (node(callee).type != Type::kGlobal) fail("makes an object of a ", to_string(node(callee).type));
       return push(add_pair(Type::kRecord, callee, arguments, Graph::kNoState));
     }
     case kBuild:
@@ -369,8 +360,8 @@ void Machine::step(uint8_t opcode) {
     default:
       break;
   }
-  FSDP2_THROW(kUnsupported, "[pickle] ", what_, ": byte ", position_ - 1, ": opcode ",
-              static_cast<int>(opcode), " is outside of what a checkpoint needs");
+  FSDP2_THROW(kUnsupported, "[pickle] ", what_, ": byte ", position_ - 1, ": opcode ", static_cast<int>(opcode),
+              " is outside of what a checkpoint needs");
 }
 
 Graph Machine::run() {

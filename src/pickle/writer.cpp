@@ -13,8 +13,7 @@ void Writer::integer(int64_t value) {
   if (value >= 0 && value < 256) {
     op('K');
     raw(static_cast<uint8_t>(value));
-  } else if (value >= std::numeric_limits<int32_t>::min() &&
-             value <= std::numeric_limits<int32_t>::max()) {
+  } else if (value >= std::numeric_limits<int32_t>::min() && value <= std::numeric_limits<int32_t>::max()) {
     op('J');
     raw(static_cast<int32_t>(value));
   } else {
@@ -43,8 +42,8 @@ void Writer::real(double value) {
 }
 
 void Writer::text(std::string_view utf8) {
-  FSDP2_CHECK(utf8.size() <= std::numeric_limits<uint32_t>::max(), kInvalidArgument,
-              "[pickle] a text of ", utf8.size(), " bytes; at most 4 GiB are written");
+  FSDP2_CHECK(utf8.size() <= std::numeric_limits<uint32_t>::max(), kInvalidArgument, "[pickle] a text of ", utf8.size(),
+              " bytes; at most 4 GiB are written");
   op('X');
   raw(static_cast<uint32_t>(utf8.size()));
   out_.append(utf8);
@@ -65,8 +64,7 @@ void Writer::bytes(std::string_view content) {
 
 void Writer::global(std::string_view module, std::string_view name) {
   std::string line = std::string(module) + '\n' + std::string(name) + '\n';
-  const auto [entry, fresh] =
-      memo_.try_emplace(std::move(line), static_cast<uint32_t>(memo_.size()));
+  const auto [entry, fresh] = memo_.try_emplace(std::move(line), static_cast<uint32_t>(memo_.size()));
   if (!fresh) {
     op('j');
     raw(entry->second);

@@ -29,8 +29,7 @@ struct NetImpl : torch::nn::Module {
 };
 FSDP2_MODULE(Net);
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
-                                                        std::vector<torch::Tensor> params,
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, std::vector<torch::Tensor> params,
                                                         double lr) {
   using namespace torch::optim;
   if (name == "adamw") return std::make_unique<AdamW>(params, AdamWOptions(lr).amsgrad(true));
@@ -45,9 +44,8 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
 std::vector<torch::Tensor> distinct_parameters(const Net& model) {
   std::vector<torch::Tensor> result;
   for (const torch::Tensor& param : model->parameters()) {
-    const bool known = std::any_of(result.begin(), result.end(), [&](const torch::Tensor& other) {
-      return other.is_same(param);
-    });
+    const bool known =
+        std::any_of(result.begin(), result.end(), [&](const torch::Tensor& other) { return other.is_same(param); });
     if (!known) result.push_back(param);
   }
   return result;
@@ -62,8 +60,7 @@ struct Trained {
     optimizer = make_optimizer(name, distinct_parameters(model), lr);
   }
   dcp::StateDict states() {
-    return {{"model", get_model_state_dict(model)},
-            {"optim", get_optimizer_state_dict(model, *optimizer)}};
+    return {{"model", get_model_state_dict(model)}, {"optim", get_optimizer_state_dict(model, *optimizer)}};
   }
 };
 
@@ -100,8 +97,7 @@ void fill(const torch::Tensor& tensor, int64_t seed, const std::string&) {
   const torch::Tensor full = rule_values(tensor.sizes().vec(), tensor.scalar_type(), seed);
   if (is_dtensor(tensor)) {
     const DTensor target(tensor);
-    target.to_local().copy_(
-        distribute_tensor(full, target.device_mesh(), target.placements()).to_local());
+    target.to_local().copy_(distribute_tensor(full, target.device_mesh(), target.placements()).to_local());
   } else {
     torch::Tensor(tensor).copy_(full);
   }
@@ -130,8 +126,7 @@ void load_and_check(const std::string& path, const std::string& name) {
   state = trained.states();
   each_tensor(state, [&](const torch::Tensor& tensor, int64_t seed, const std::string& where) {
     const torch::Tensor full = is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
-    EXPECT_TRUE(full.equal(rule_values(tensor.sizes().vec(), tensor.scalar_type(), seed)))
-        << path << " " << where;
+    EXPECT_TRUE(full.equal(rule_values(tensor.sizes().vec(), tensor.scalar_type(), seed))) << path << " " << where;
   });
   for (const auto& [fqn, entry] : state["optim"].dict()["state"].dict()) {
     if (!entry.dict().contains("step")) continue;
@@ -158,8 +153,7 @@ TEST(DcpFsdp2Peer, ModelAndOptimizerBothWays) {
         for (int saved : {1, 2, 3, 4})
           load_and_check(folder.path() + writer + "adamw_" + std::to_string(saved), "adamw");
         if (world != 2) continue;
-        for (const std::string& name : others)
-          load_and_check(folder.path() + writer + name + "_2", name);
+        for (const std::string& name : others) load_and_check(folder.path() + writer + name + "_2", name);
       }
     }));
   }

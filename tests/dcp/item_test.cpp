@@ -25,9 +25,7 @@ std::string slurp(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
 }
-void spill(const std::string& path, const std::string& content) {
-  std::ofstream(path, std::ios::binary) << content;
-}
+void spill(const std::string& path, const std::string& content) { std::ofstream(path, std::ios::binary) << content; }
 
 ByteRange open_item(const std::string& folder, const std::string& name) {
   auto file = std::make_shared<FileReader>(folder, name);
@@ -39,8 +37,7 @@ class DcpItem : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     folder_ = new TempDir();
-    const auto python = fsdp2::testing::run_python(fsdp2::testing::test_file("peer/dcp_items.py"),
-                                                   {folder_->path()});
+    const auto python = fsdp2::testing::run_python(fsdp2::testing::test_file("peer/dcp_items.py"), {folder_->path()});
     ASSERT_EQ(python.exit_code, 0) << python.output;
   }
   static void TearDownTestSuite() { delete folder_; }
@@ -57,27 +54,24 @@ TEST_F(DcpItem, TensorsOfEveryDtypeAndStride) {
     const std::string name = entry["name"];
     const auto sizes = entry["sizes"].get<std::vector<int64_t>>();
     const at::ScalarType dtype = *dtype_from_name(entry["dtype"].get<std::string>());
-    const at::Tensor read = read_tensor_item(open_item(folder(), name + ".item"), true, dtype,
-                                             c10::multiply_integers(sizes));
+    const at::Tensor read =
+        read_tensor_item(open_item(folder(), name + ".item"), true, dtype, c10::multiply_integers(sizes));
     EXPECT_EQ(read.sizes(), at::IntArrayRef(sizes)) << name;
     EXPECT_EQ(read.scalar_type(), dtype) << name;
     const at::Tensor plain = storable(read, name);
     const std::string raw = slurp(folder() + "/" + name + ".raw");
     ASSERT_EQ(plain.nbytes(), raw.size()) << name;
-    EXPECT_EQ(std::memcmp(plain.nbytes() ? plain.data_ptr() : raw.data(), raw.data(), raw.size()),
-              0)
-        << name;
+    EXPECT_EQ(std::memcmp(plain.nbytes() ? plain.data_ptr() : raw.data(), raw.data(), raw.size()), 0) << name;
   }
 }
 
 TEST_F(DcpItem, WrongPromisesAreErrors) {
-  EXPECT_FSDP2_ERROR(
-      read_tensor_item(open_item(folder(), "contiguous.item"), true, at::kDouble, 24), kCorruption,
-      "float32");
-  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "contiguous.item"), true, at::kFloat, 25),
-                     kCorruption, "24 elements");
-  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "int.value"), true, at::kFloat, 1),
-                     kCorruption, "holds a int");
+  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "contiguous.item"), true, at::kDouble, 24), kCorruption,
+                     "float32");
+  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "contiguous.item"), true, at::kFloat, 25), kCorruption,
+                     "24 elements");
+  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "int.value"), true, at::kFloat, 1), kCorruption,
+                     "holds a int");
 }
 
 TEST_F(DcpItem, ValuesThereAndBack) {
@@ -118,11 +112,9 @@ TEST_F(DcpItem, ValuesThereAndBack) {
   const Value bytes = read_value_item(open_item(folder(), "bytes.value"), true);
   ASSERT_EQ(bytes.kind(), Kind::Bytes);
   ASSERT_EQ(bytes.str().size(), 256u);
-  for (int i = 0; i < 256; ++i)
-    EXPECT_EQ(static_cast<uint8_t>(bytes.str()[static_cast<size_t>(i)]), i);
+  for (int i = 0; i < 256; ++i) EXPECT_EQ(static_cast<uint8_t>(bytes.str()[static_cast<size_t>(i)]), i);
   EXPECT_EQ(read_value_item(open_item(folder(), "opaque.value"), true).kind(), Kind::Opaque);
-  const auto python =
-      fsdp2::testing::run_python(fsdp2::testing::test_file("peer/dcp_values_back.py"), {folder()});
+  const auto python = fsdp2::testing::run_python(fsdp2::testing::test_file("peer/dcp_values_back.py"), {folder()});
   EXPECT_EQ(python.exit_code, 0) << python.output;
 }
 
@@ -130,8 +122,7 @@ TEST_F(DcpItem, EveryTruncationIsAnError) {
   const std::string whole = slurp(folder() + "/contiguous.item");
   for (size_t length = 0; length < whole.size(); length += 7) {
     spill(folder() + "/cut", whole.substr(0, length));
-    EXPECT_THROW(read_tensor_item(open_item(folder(), "cut"), true, at::kFloat, 24), fsdp2::Error)
-        << length;
+    EXPECT_THROW(read_tensor_item(open_item(folder(), "cut"), true, at::kFloat, 24), fsdp2::Error) << length;
   }
 }
 
@@ -144,8 +135,7 @@ TEST_F(DcpItem, EveryFlippedByteIsAnErrorOrChangesNothing) {
     flipped[i] = static_cast<char>(flipped[i] ^ 0x55);
     spill(folder() + "/flipped", flipped);
     try {
-      const at::Tensor read =
-          read_tensor_item(open_item(folder(), "flipped"), true, at::kFloat, 24);
+      const at::Tensor read = read_tensor_item(open_item(folder(), "flipped"), true, at::kFloat, 24);
       EXPECT_TRUE(read.equal(expected)) << "byte " << i;
     } catch (const fsdp2::Error&) {
       ++caught;
@@ -157,10 +147,8 @@ TEST_F(DcpItem, EveryFlippedByteIsAnErrorOrChangesNothing) {
   const float needle = 13.0f;
   flipped[flipped.find(std::string(reinterpret_cast<const char*>(&needle), 4)) + 3] ^= 1;
   spill(folder() + "/flipped", flipped);
-  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "flipped"), true, at::kFloat, 24),
-                     kCorruption, "checksum");
-  EXPECT_FALSE(
-      read_tensor_item(open_item(folder(), "flipped"), false, at::kFloat, 24).equal(expected));
+  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "flipped"), true, at::kFloat, 24), kCorruption, "checksum");
+  EXPECT_FALSE(read_tensor_item(open_item(folder(), "flipped"), false, at::kFloat, 24).equal(expected));
 }
 
 }  // namespace

@@ -20,12 +20,10 @@ TEST(DcpPeer, AllPairsOfWorldSizesBothWays) {
   for (int world : kWorlds) {
     ASSERT_TRUE(run_ranks(world, [&](int) {
       const DeviceMesh mesh = init_device_mesh(c10::kCPU, {get_world_size()});
-      dcp::save(sample_state(mesh, /*zero=*/false),
-                folder.path() + "/cpp_" + std::to_string(world));
+      dcp::save(sample_state(mesh, /*zero=*/false), folder.path() + "/cpp_" + std::to_string(world));
     }));
   }
-  const ProcessResult python =
-      run_python(test_file("peer/dcp_peer.py"), {folder.path(), "1", "2", "3", "4"});
+  const ProcessResult python = run_python(test_file("peer/dcp_peer.py"), {folder.path(), "1", "2", "3", "4"});
   ASSERT_EQ(python.exit_code, 0) << python.output;
   for (int world : kWorlds) {
     ASSERT_TRUE(run_ranks(world, [&](int) {
@@ -34,8 +32,7 @@ TEST(DcpPeer, AllPairsOfWorldSizesBothWays) {
       for (const char* writer : {"py", "cpp"}) {
         for (int saved : kWorlds) {
           dcp::StateDict loaded = sample_state(mesh, /*zero=*/true);
-          const dcp::LoadReport report =
-              dcp::load(loaded, folder.path() + "/" + writer + "_" + std::to_string(saved));
+          const dcp::LoadReport report = dcp::load(loaded, folder.path() + "/" + writer + "_" + std::to_string(saved));
           EXPECT_TRUE(same(loaded, expected)) << writer << "_" << saved << " on " << world;
           EXPECT_TRUE(report.missing.empty() && report.unexpected.empty() && report.cast.empty() &&
                       report.reshaped.empty());

@@ -9,9 +9,7 @@
 namespace fsdp2::pickle {
 namespace {
 
-Graph read(const std::string& input) {
-  return pickle::read(input, "test");
-}
+Graph read(const std::string& input) { return pickle::read(input, "test"); }
 
 std::string bytes(std::initializer_list<int> codes) {
   std::string result;
@@ -66,9 +64,8 @@ TEST(Pickle, WriterAndReaderAgree) {
 
 TEST(Pickle, BatchesAndSharedObjects) {
   // {'a': [1], 'b': <the same list>}, filled in two batches, with FRAME and MEMOIZE.
-  const std::string input =
-      bytes({0x80, 4,   0x95, 19,   0,   0, 0,   0,   0,    0, 0,   '}', 0x94, '(', 0x8c,
-             1,    'a', ']',  0x94, 'K', 1, 'a', 'u', 0x8c, 1, 'b', 'h', 1,    's', '.'});
+  const std::string input = bytes({0x80, 4,   0x95, 19,   0,   0, 0,   0,   0,    0, 0,   '}', 0x94, '(', 0x8c,
+                                   1,    'a', ']',  0x94, 'K', 1, 'a', 'u', 0x8c, 1, 'b', 'h', 1,    's', '.'});
   const Graph graph = read(input);
   ASSERT_EQ(graph.count(graph.root()), 4u);
   EXPECT_EQ(graph.begin(graph.root())[1], graph.begin(graph.root())[3]);
@@ -113,9 +110,7 @@ TEST(Pickle, MalformedStreamsAreErrors) {
 
 TEST(Pickle, GlobalsOutsideOfTheListAreRefusedByName) {
   ReadOptions options;
-  options.allow_global = [](std::string_view module, std::string_view) {
-    return module == "torch";
-  };
+  options.allow_global = [](std::string_view module, std::string_view) { return module == "torch"; };
   const std::string attack =
       "\x80\x02"
       "cposix\nsystem\nX" +

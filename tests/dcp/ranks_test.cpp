@@ -24,14 +24,11 @@ TEST(DcpRanks, EveryRankWritesItsFileAndReplicasOnce) {
   ASSERT_TRUE(run_ranks(3, [&](int rank) {
     const DeviceMesh mesh = init_device_mesh(c10::kCPU, {3});
     dcp::StateDict state;
-    for (int i = 0; i < 3; ++i)
-      state["replica" + std::to_string(i)] = torch::full({64, 64}, static_cast<float>(i));
-    state["sharded"] =
-        distribute_tensor(torch::arange(9, torch::kFloat), mesh, {Shard{0}}).tensor();
+    for (int i = 0; i < 3; ++i) state["replica" + std::to_string(i)] = torch::full({64, 64}, static_cast<float>(i));
+    state["sharded"] = distribute_tensor(torch::arange(9, torch::kFloat), mesh, {Shard{0}}).tensor();
     dcp::save(state, folder.path() + "/ckpt");
     // 16 KiB each: spread over the ranks, none twice.
-    const auto bytes =
-        fs::file_size(folder.path() + "/ckpt/__" + std::to_string(rank) + "_0.distcp");
+    const auto bytes = fs::file_size(folder.path() + "/ckpt/__" + std::to_string(rank) + "_0.distcp");
     EXPECT_GT(bytes, 16384u);
     EXPECT_LT(bytes, 2 * 16384u);
   }));
@@ -40,8 +37,7 @@ TEST(DcpRanks, EveryRankWritesItsFileAndReplicasOnce) {
 TEST(DcpRanks, EveryLayoutIntoEveryOther) {
   const TempDir folder;
   ASSERT_TRUE(run_ranks(4, [&](int) {
-    const DeviceMesh line = init_device_mesh(c10::kCPU, {4}),
-                     square = init_device_mesh(c10::kCPU, {2, 2});
+    const DeviceMesh line = init_device_mesh(c10::kCPU, {4}), square = init_device_mesh(c10::kCPU, {2, 2});
     const torch::Tensor full = rule_values({7, 5}, at::kFloat, 3);
     const auto layouts = [&](const torch::Tensor& values) {
       dcp::StateDict state;
@@ -71,18 +67,15 @@ TEST(DcpRanks, ErrorsOfOneRankReachAll) {
   const TempDir folder;
   ASSERT_TRUE(run_ranks(3, [&](int rank) {
     const std::string path = folder.path() + "/ckpt";
-    EXPECT_FSDP2_ERROR(dcp::save({{"epoch", rank}}, path), kInvalidArgument,
-                       "epoch differs between ranks: rank 0");
+    EXPECT_FSDP2_ERROR(dcp::save({{"epoch", rank}}, path), kInvalidArgument, "epoch differs between ranks: rank 0");
     dcp::StateDict bad{{"x", torch::ones({2})}};
     if (rank == 1) bad["x"] = torch::empty({2}, torch::kMeta);
     EXPECT_FSDP2_ERROR(dcp::save(bad, path), kInvalidArgument, "rank 1 failed");
     dcp::StateDict shape{{"x", torch::ones({rank == 2 ? 3 : 2})}};
     EXPECT_FSDP2_ERROR(dcp::save(shape, path), kInvalidArgument, "rank 2 has shape [3]");
     const DeviceMesh mesh = init_device_mesh(c10::kCPU, {3});
-    const DTensor partial =
-        from_local(torch::ones({2}), mesh, {Partial{}}, std::vector<int64_t>{2});
-    EXPECT_FSDP2_ERROR(dcp::save({{"p", partial.tensor()}}, path), kInvalidArgument,
-                       "redistribute");
+    const DTensor partial = from_local(torch::ones({2}), mesh, {Partial{}}, std::vector<int64_t>{2});
+    EXPECT_FSDP2_ERROR(dcp::save({{"p", partial.tensor()}}, path), kInvalidArgument, "redistribute");
     EXPECT_TRUE(fs::is_empty(folder.path())) << "a staging folder is left";
     barrier();
 
@@ -91,8 +84,7 @@ TEST(DcpRanks, ErrorsOfOneRankReachAll) {
     dcp::StateDict target{{"x", torch::zeros({2})}};
     if (rank == 2) target["y"] = torch::zeros({2});
     EXPECT_FSDP2_ERROR(dcp::load(target, path), kNotFound, "rank 2 failed");
-    EXPECT_TRUE(target.at("x").tensor().equal(torch::zeros({2})))
-        << "changed although the load failed";
+    EXPECT_TRUE(target.at("x").tensor().equal(torch::zeros({2}))) << "changed although the load failed";
   }));
 }
 

@@ -13,12 +13,10 @@
 namespace fsdp2::testing {
 
 /// Whole numbers by a rule that both sides compute: exact in every dtype used here.
-inline torch::Tensor rule_values(const std::vector<int64_t>& sizes, at::ScalarType dtype,
-                                 int64_t seed) {
+inline torch::Tensor rule_values(const std::vector<int64_t>& sizes, at::ScalarType dtype, int64_t seed) {
   int64_t numel = 1;
   for (int64_t size : sizes) numel *= size;
-  torch::Tensor values =
-      (torch::arange(numel, torch::kInt64) * 2654435761 + seed * 40503).remainder(4294967296);
+  torch::Tensor values = (torch::arange(numel, torch::kInt64) * 2654435761 + seed * 40503).remainder(4294967296);
   values = torch::floor_divide(values, 256).remainder(200) - 100;
   return values.reshape(sizes).to(dtype);
 }
@@ -58,8 +56,7 @@ inline torch::Tensor sample_values(size_t index) {
   const auto seed = static_cast<int64_t>(index) + 1;
   if (info.dtype == at::kFloat8_e4m3fn || info.dtype == at::kUInt16)
     return rule_values(info.sizes, at::kLong, seed).remainder(8).to(info.dtype);
-  if (info.dtype == at::kBool)
-    return rule_values(info.sizes, at::kLong, seed).remainder(2).to(at::kBool);
+  if (info.dtype == at::kBool) return rule_values(info.sizes, at::kLong, seed).remainder(2).to(at::kBool);
   return rule_values(info.sizes, info.dtype, seed);
 }
 
@@ -72,17 +69,15 @@ inline dcp::StateDict sample_state(const DeviceMesh& mesh, bool zero) {
     const SampleTensor& info = sample_tensors()[i];
     torch::Tensor full = sample_values(i);
     if (zero) full = torch::zeros_like(full);
-    tensors[info.key] =
-        info.placement ? distribute_tensor(full, mesh, {*info.placement}).tensor() : full;
+    tensors[info.key] = info.placement ? distribute_tensor(full, mesh, {*info.placement}).tensor() : full;
   }
   StateDict adam;
   for (const std::string name : {"uneven", "one_row"}) {
     StateDict state;
     state["step"] = torch::full({}, zero ? 0.0 : 12.0, torch::kFloat);
     for (const std::string moment : {"exp_avg", "exp_avg_sq"}) {
-      torch::Tensor full =
-          rule_values(name == "uneven" ? std::vector<int64_t>{7, 3} : std::vector<int64_t>{1, 8},
-                      at::kFloat, moment == "exp_avg" ? 70 : 71);
+      torch::Tensor full = rule_values(name == "uneven" ? std::vector<int64_t>{7, 3} : std::vector<int64_t>{1, 8},
+                                       at::kFloat, moment == "exp_avg" ? 70 : 71);
       if (zero) full = torch::zeros_like(full);
       state[moment] = distribute_tensor(full, mesh, {Shard{0}}).tensor();
     }
@@ -103,14 +98,13 @@ inline dcp::StateDict sample_state(const DeviceMesh& mesh, bool zero) {
   values["bytes"] = zero ? Value() : Value::bytes(std::string("\x00\xff\x80 raw", 7));
   values["true"] = zero ? Value() : Value(true);
   values["numbers"] = zero ? Value() : Value(std::vector<Value>{1, 2.5, "x", nullptr});
-  values["nested_tuple"] =
-      zero ? Value() : Value::tuple({1, Value::tuple({"a", Value(std::vector<Value>{})})});
+  values["nested_tuple"] = zero ? Value() : Value::tuple({1, Value::tuple({"a", Value(std::vector<Value>{})})});
   StateDict state;
   state["tensors"] = tensors;
   state["optim"] = StateDict{{"state", adam}, {"param_groups", std::vector<Value>{group}}};
   state["values"] = values;
-  state["list"] = std::vector<Value>{zero ? torch::zeros({2}) : torch::ones({2}),
-                                     StateDict{{"deep", zero ? Value() : Value(7)}}};
+  state["list"] =
+      std::vector<Value>{zero ? torch::zeros({2}) : torch::ones({2}), StateDict{{"deep", zero ? Value() : Value(7)}}};
   return state;
 }
 

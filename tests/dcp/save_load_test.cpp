@@ -30,9 +30,7 @@ std::string slurp(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
 }
-void spill(const fs::path& path, const std::string& content) {
-  std::ofstream(path, std::ios::binary) << content;
-}
+void spill(const fs::path& path, const std::string& content) { std::ofstream(path, std::ios::binary) << content; }
 
 TEST(DcpSave, RoundTripInPlaceWithReport) {
   const TempDir folder;
@@ -80,12 +78,9 @@ TEST(DcpSave, OverwritingIsAskedForAndReplacesTheFolder) {
 TEST(DcpSave, WhatCannotBeSavedIsNamed) {
   const TempDir folder;
   const fs::path path = fs::path(folder.path()) / "ckpt";
-  EXPECT_FSDP2_ERROR(save(StateDict{{"a.b", 1}, {"a", StateDict{{"b", 2}}}}, path),
-                     kInvalidArgument, "a.b");
-  EXPECT_FSDP2_ERROR(save(StateDict{{"m", torch::empty({2}, torch::kMeta)}}, path),
-                     kInvalidArgument, "meta device");
-  EXPECT_FSDP2_ERROR(save(StateDict{{"s", torch::eye(2).to_sparse()}}, path), kUnsupported,
-                     "Sparse");
+  EXPECT_FSDP2_ERROR(save(StateDict{{"a.b", 1}, {"a", StateDict{{"b", 2}}}}, path), kInvalidArgument, "a.b");
+  EXPECT_FSDP2_ERROR(save(StateDict{{"m", torch::empty({2}, torch::kMeta)}}, path), kInvalidArgument, "meta device");
+  EXPECT_FSDP2_ERROR(save(StateDict{{"s", torch::eye(2).to_sparse()}}, path), kUnsupported, "Sparse");
   EXPECT_FSDP2_ERROR(save(simple(1), "/proc/nowhere/ckpt"), kIo, "/proc");
   EXPECT_FSDP2_ERROR(per_rank(1), kUnsupported, "per_rank");
   EXPECT_FALSE(fs::exists(path));
@@ -98,8 +93,7 @@ TEST(DcpLoad, MissingKeysAndOtherSizes) {
   StateDict state = simple(0);
   state["bias"] = torch::zeros({2});
   EXPECT_FSDP2_ERROR(load(state, path), kNotFound, "bias");
-  EXPECT_TRUE(state["weight"].tensor().equal(torch::zeros({3, 2})))
-      << "changed although the load failed";
+  EXPECT_TRUE(state["weight"].tensor().equal(torch::zeros({3, 2}))) << "changed although the load failed";
   const LoadReport report = load(state, path, {.allow_partial = true});
   EXPECT_EQ(report.missing, std::vector<std::string>{"bias"});
   state = StateDict{{"weight", torch::zeros({2, 3})}};
@@ -120,10 +114,7 @@ TEST(DcpLoad, TargetsWithStridesAndSharedMemory) {
   const TempDir folder;
   const fs::path path = fs::path(folder.path()) / "ckpt";
   const torch::Tensor values = torch::arange(12, torch::kFloat).reshape({3, 4});
-  save(StateDict{{"a", values.t()},
-                 {"b", torch::complex(values, values).conj()},
-                 {"c", values.narrow(1, 1, 2)}},
-       path);
+  save(StateDict{{"a", values.t()}, {"b", torch::complex(values, values).conj()}, {"c", values.narrow(1, 1, 2)}}, path);
   StateDict state;
   state["a"] = torch::zeros({3, 4}).t();
   state["b"] = torch::zeros({3, 4}, torch::kComplexFloat);
@@ -154,8 +145,7 @@ TEST(DcpLoad, StatefulObjectsSaveAndLoadThemselves) {
 }
 
 /// The metadata of a good checkpoint, changed by `lie`, must make every use an error.
-void expect_lie_is_caught(const std::function<void(detail::StoredMetadata&)>& lie,
-                          const std::string& text) {
+void expect_lie_is_caught(const std::function<void(detail::StoredMetadata&)>& lie, const std::string& text) {
   const TempDir folder;
   const fs::path path = fs::path(folder.path()) / "ckpt";
   save(simple(5), path);
@@ -177,36 +167,17 @@ TEST(DcpLoad, LiesOfTheMetadataAreErrors) {
   const auto place = [](detail::StoredMetadata& stored) -> detail::ItemLocation& {
     return stored.locations[stored.find("weight")][0];
   };
-  expect_lie_is_caught([&](auto& stored) { place(stored).file = "../ckpt/__0_0.distcp"; },
-                       "plain file name");
-  expect_lie_is_caught([&](auto& stored) { place(stored).file = "/etc/passwd"; },
-                       "plain file name");
-  expect_lie_is_caught([&](auto& stored) { place(stored).file = std::string("a\0b", 3); },
-                       "plain file name");
+  expect_lie_is_caught([&](auto& stored) { place(stored).file = "../ckpt/__0_0.distcp"; }, "plain file name");
+  expect_lie_is_caught([&](auto& stored) { place(stored).file = "/etc/passwd"; }, "plain file name");
+  expect_lie_is_caught([&](auto& stored) { place(stored).file = std::string("a\0b", 3); }, "plain file name");
   expect_lie_is_caught([&](auto& stored) { place(stored).offset += 1; }, "weight");
   expect_lie_is_caught([&](auto& stored) { place(stored).length += 1 << 20; }, "weight");
   expect_lie_is_caught([&](auto& stored) { place(stored).offset = INT64_MAX; }, "weight");
   expect_lie_is_caught([&](auto& stored) { tensor(stored).sizes = {3, -2}; }, "impossible shape");
-  expect_lie_is_caught(
-      [&](auto& stored) {
-        tensor(stored).sizes = {INT64_MAX, 2};
-      },
-      "impossible shape");
-  expect_lie_is_caught(
-      [&](auto& stored) {
-        tensor(stored).chunks[0].offsets = {1, 0};
-      },
-      "leaves the tensor");
-  expect_lie_is_caught(
-      [&](auto& stored) {
-        tensor(stored).chunks[0].offsets = {0, -1};
-      },
-      "leaves the tensor");
-  expect_lie_is_caught(
-      [&](auto& stored) {
-        tensor(stored).chunks[0].sizes = {3, 1};
-      },
-      "3 of 6 elements");
+  expect_lie_is_caught([&](auto& stored) { tensor(stored).sizes = {INT64_MAX, 2}; }, "impossible shape");
+  expect_lie_is_caught([&](auto& stored) { tensor(stored).chunks[0].offsets = {1, 0}; }, "leaves the tensor");
+  expect_lie_is_caught([&](auto& stored) { tensor(stored).chunks[0].offsets = {0, -1}; }, "leaves the tensor");
+  expect_lie_is_caught([&](auto& stored) { tensor(stored).chunks[0].sizes = {3, 1}; }, "3 of 6 elements");
   expect_lie_is_caught([&](auto& stored) { tensor(stored).dtype = at::kHalf; }, "float32");
   expect_lie_is_caught(
       [&](auto& stored) {

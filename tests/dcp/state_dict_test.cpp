@@ -52,9 +52,7 @@ void train_step(Net& net, torch::optim::Optimizer& optimizer, int64_t step) {
   optimizer.zero_grad();
 }
 
-torch::Tensor whole(const torch::Tensor& tensor) {
-  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
-}
+torch::Tensor whole(const torch::Tensor& tensor) { return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor; }
 
 TEST(StateDicts, ResumeOnAnotherNumberOfRanksContinuesTheSameRun) {
   const TempDir folder;
@@ -64,9 +62,7 @@ TEST(StateDicts, ResumeOnAnotherNumberOfRanksContinuesTheSameRun) {
     shard(net);
     torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.05));
     for (int64_t step = 0; step < 3; ++step) train_step(net, optimizer, step);
-    dcp::save(
-        {{"model", get_model_state_dict(net)}, {"optim", get_optimizer_state_dict(net, optimizer)}},
-        path);
+    dcp::save({{"model", get_model_state_dict(net)}, {"optim", get_optimizer_state_dict(net, optimizer)}}, path);
     for (int64_t step = 3; step < 6; ++step) train_step(net, optimizer, step);
     dcp::save({{"model", get_model_state_dict(net)}}, end);
   }));
@@ -79,21 +75,18 @@ TEST(StateDicts, ResumeOnAnotherNumberOfRanksContinuesTheSameRun) {
       }
       shard(net);
       torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.7));
-      dcp::StateDict state{{"model", get_model_state_dict(net)},
-                           {"optim", get_optimizer_state_dict(net, optimizer)}};
+      dcp::StateDict state{{"model", get_model_state_dict(net)}, {"optim", get_optimizer_state_dict(net, optimizer)}};
       dcp::load(state, path);
       set_state_dict(net, optimizer, state["model"].dict(), state["optim"].dict());
       for (const auto& buffer : net->named_buffers()) {
         if (buffer.value().is_meta())
-          buffer.value().unsafeGetTensorImpl()->shallow_copy_from(
-              torch::full({2}, 9.0f).getIntrusivePtr());
+          buffer.value().unsafeGetTensorImpl()->shallow_copy_from(torch::full({2}, 9.0f).getIntrusivePtr());
       }
       for (int64_t step = 3; step < 6; ++step) train_step(net, optimizer, step);
       dcp::Reader expected(end);
       for (const auto& [fqn, value] : get_model_state_dict(net)) {
         const torch::Tensor wanted = expected.read("model." + fqn).tensor();
-        EXPECT_TRUE(torch::allclose(whole(value.tensor()), wanted, 1e-5, 1e-6))
-            << fqn << " on " << world;
+        EXPECT_TRUE(torch::allclose(whole(value.tensor()), wanted, 1e-5, 1e-6)) << fqn << " on " << world;
       }
     }));
   }
@@ -102,8 +95,7 @@ TEST(StateDicts, ResumeOnAnotherNumberOfRanksContinuesTheSameRun) {
 RANKS_TEST(StateDicts, WhatIsInAndWhatIsNot, 2) {
   Net net = make_net();
   EXPECT_EQ(get_model_state_dict(net).keys(),
-            (std::vector<std::string>{"scale", "seen", "first.weight", "first.bias",
-                                      "second.weight", "second.bias"}));
+            (std::vector<std::string>{"scale", "seen", "first.weight", "first.bias", "second.weight", "second.bias"}));
   shard(net);
   const dcp::StateDict state = get_model_state_dict(net);
   EXPECT_TRUE(is_dtensor(state.at("scale").tensor()));
@@ -132,8 +124,7 @@ RANKS_TEST(StateDicts, AForgottenRootIsNamed, 2) {
   EXPECT_FSDP2_ERROR(get_model_state_dict(net), kUsage, "scale, second.weight, second.bias");
   Net ignoring = make_net();
   fully_shard(ignoring->first);
-  fully_shard(ignoring, {.ignored_params = {ignoring->scale, ignoring->second->weight,
-                                            ignoring->second->bias}});
+  fully_shard(ignoring, {.ignored_params = {ignoring->scale, ignoring->second->weight, ignoring->second->bias}});
   EXPECT_EQ(get_model_state_dict(ignoring).size(), 6u);
 }
 
@@ -162,27 +153,23 @@ RANKS_TEST(StateDicts, SettingAModel, 2) {
   EXPECT_FSDP2_ERROR(set_model_state_dict(net, state), kInvalidArgument, "extra");
   state.erase("extra");
   state["second.bias"] = torch::ones({7});
-  EXPECT_FSDP2_ERROR(set_model_state_dict(net, state), kInvalidArgument,
-                     "second.bias has shape [6]");
-  state["second.bias"] =
-      distribute_tensor(torch::ones({6}), init_device_mesh(c10::kCPU, {2}), {Replicate{}}).tensor();
+  EXPECT_FSDP2_ERROR(set_model_state_dict(net, state), kInvalidArgument, "second.bias has shape [6]");
+  state["second.bias"] = distribute_tensor(torch::ones({6}), init_device_mesh(c10::kCPU, {2}), {Replicate{}}).tensor();
   EXPECT_FSDP2_ERROR(set_model_state_dict(net, state), kInvalidArgument, "redistribute");
 }
 
 TEST(StateDicts, OptionsOfALaterVersionAreRefusedByName) {
   torch::nn::Linear net(2, 2);
-  EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.full_state_dict = true}), kUnsupported,
-                     "full_state_dict");
+  EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.full_state_dict = true}), kUnsupported, "full_state_dict");
   EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.cpu_offload = true}), kUnsupported, "cpu_offload");
-  EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.ignore_frozen_params = true}), kUnsupported,
-                     "ignore_frozen_params");
+  EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.ignore_frozen_params = true}), kUnsupported, "ignore_frozen_params");
   EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.keep_submodule_prefixes = false}), kUnsupported,
                      "keep_submodule_prefixes");
   torch::optim::SGD sgd(net->parameters(), 0.1);
-  EXPECT_FSDP2_ERROR(get_optimizer_state_dict(net, sgd, {.flatten_optimizer_state_dict = true}),
-                     kUnsupported, "flatten_optimizer_state_dict");
-  EXPECT_FSDP2_ERROR(set_optimizer_state_dict(net, sgd, {}, {.broadcast_from_rank0 = true}),
-                     kUnsupported, "broadcast_from_rank0");
+  EXPECT_FSDP2_ERROR(get_optimizer_state_dict(net, sgd, {.flatten_optimizer_state_dict = true}), kUnsupported,
+                     "flatten_optimizer_state_dict");
+  EXPECT_FSDP2_ERROR(set_optimizer_state_dict(net, sgd, {}, {.broadcast_from_rank0 = true}), kUnsupported,
+                     "broadcast_from_rank0");
 }
 
 TEST(StateDicts, ReadingTheOptimizerStateTakesNoStep) {
@@ -199,16 +186,14 @@ TEST(StateDicts, ReadingTheOptimizerStateTakesNoStep) {
   torch::optim::LBFGS lbfgs(net->parameters());
   EXPECT_FSDP2_ERROR(get_optimizer_state_dict(net, lbfgs), kUnsupported, "LBFGS");
   torch::optim::SGD stranger({torch::ones({2})}, 0.1);
-  EXPECT_FSDP2_ERROR(get_optimizer_state_dict(net, stranger), kInvalidArgument,
-                     "parameter 0 of group 0");
+  EXPECT_FSDP2_ERROR(get_optimizer_state_dict(net, stranger), kInvalidArgument, "parameter 0 of group 0");
 }
 
 TEST(StateDicts, GroupsAreMatchedByTheirParameters) {
   using torch::optim::OptimizerParamGroup;
   using torch::optim::SGDOptions;
   torch::nn::Linear net(3, 2);
-  const auto make = [&](std::vector<torch::Tensor> first, double a,
-                        std::vector<torch::Tensor> second, double b) {
+  const auto make = [&](std::vector<torch::Tensor> first, double a, std::vector<torch::Tensor> second, double b) {
     std::vector<OptimizerParamGroup> groups;
     groups.emplace_back(std::move(first), std::make_unique<SGDOptions>(a));
     groups.emplace_back(std::move(second), std::make_unique<SGDOptions>(b));
@@ -245,8 +230,7 @@ TEST(StateDicts, AbsentStateStartsAfreshAndIncompleteStateIsAnError) {
   set_optimizer_state_dict(net, fresh, state);
   EXPECT_EQ(fresh.state().size(), 1u);
   state["state"].dict()["weight"].dict().erase("exp_avg_sq");
-  EXPECT_FSDP2_ERROR(set_optimizer_state_dict(net, fresh, state), kNotFound,
-                     "weight has no exp_avg_sq");
+  EXPECT_FSDP2_ERROR(set_optimizer_state_dict(net, fresh, state), kNotFound, "weight has no exp_avg_sq");
   state["state"].dict().erase("weight");
   state["state"].dict()["other"] = dcp::StateDict{{"step", torch::ones({})}};
   EXPECT_FSDP2_ERROR(set_optimizer_state_dict(net, fresh, state), kNotFound, "other");
@@ -254,8 +238,7 @@ TEST(StateDicts, AbsentStateStartsAfreshAndIncompleteStateIsAnError) {
 
 RANKS_TEST(StateDicts, StateMadeBeforeShardingIsCut, 2) {
   Net net = make_net();
-  torch::optim::Adagrad optimizer(
-      net->parameters(), torch::optim::AdagradOptions(0.1).initial_accumulator_value(0.25));
+  torch::optim::Adagrad optimizer(net->parameters(), torch::optim::AdagradOptions(0.1).initial_accumulator_value(0.25));
   shard(net);
   const dcp::StateDict state = get_optimizer_state_dict(net, optimizer);
   const torch::Tensor sum = state.at("state").dict().at("first.weight").dict().at("sum").tensor();

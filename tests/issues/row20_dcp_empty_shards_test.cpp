@@ -17,9 +17,7 @@ TEST(Row20, EmptyShardsAreSavedAndLoadedOnAnyNumberOfRanks) {
     ASSERT_TRUE(run_ranks(world, [&](int) {
       const DeviceMesh mesh = init_device_mesh(c10::kCPU, {world});
       dcp::StateDict state;
-      state["weight"] =
-          distribute_tensor(torch::arange(8, torch::kFloat).reshape({1, 8}), mesh, {Shard{0}})
-              .tensor();
+      state["weight"] = distribute_tensor(torch::arange(8, torch::kFloat).reshape({1, 8}), mesh, {Shard{0}}).tensor();
       dcp::save(state, path(world));
     }));
   }

@@ -20,8 +20,7 @@ TEST(Row46, NarrowingIsAnErrorUnlessAllowedAndEveryDifferenceIsReported) {
             path);
 
   dcp::StateDict target{{"x", torch::zeros({2}, torch::kLong)}};
-  EXPECT_FSDP2_ERROR(dcp::load(target, path), kInvalidArgument,
-                     "x is float32 in the checkpoint, the target is int64");
+  EXPECT_FSDP2_ERROR(dcp::load(target, path), kInvalidArgument, "x is float32 in the checkpoint, the target is int64");
   EXPECT_TRUE(target["x"].tensor().equal(torch::zeros({2}, torch::kLong)));
   target = {{"x", torch::zeros({2}, torch::kBFloat16)}};
   EXPECT_FSDP2_ERROR(dcp::load(target, path), kInvalidArgument, "allow_narrowing");
@@ -30,8 +29,7 @@ TEST(Row46, NarrowingIsAnErrorUnlessAllowedAndEveryDifferenceIsReported) {
             {"half", torch::zeros({2})},
             {"step", torch::zeros({})},
             {"absent", torch::zeros({2})}};
-  const dcp::LoadReport report =
-      dcp::load(target, path, {.allow_partial = true, .allow_narrowing = true});
+  const dcp::LoadReport report = dcp::load(target, path, {.allow_partial = true, .allow_narrowing = true});
   EXPECT_TRUE(target["x"].tensor().equal(torch::tensor({1, 2}, torch::kLong)));
   EXPECT_TRUE(target["half"].tensor().equal(torch::ones({2})));
   EXPECT_EQ(target["step"].tensor().item<float>(), 1);
@@ -45,11 +43,8 @@ TEST(Row46, NarrowingIsAnErrorUnlessAllowedAndEveryDifferenceIsReported) {
 TEST(Row46, WideningIsReportedOnly) {
   const TempDir folder;
   const std::string path = folder.path() + "/ckpt";
-  dcp::save({{"half", torch::full({2}, 1.5, torch::kBFloat16)},
-             {"small", torch::full({2}, -3, torch::kChar)}},
-            path);
-  dcp::StateDict target{{"half", torch::zeros({2})},
-                        {"small", torch::zeros({2}, torch::kBFloat16)}};
+  dcp::save({{"half", torch::full({2}, 1.5, torch::kBFloat16)}, {"small", torch::full({2}, -3, torch::kChar)}}, path);
+  dcp::StateDict target{{"half", torch::zeros({2})}, {"small", torch::zeros({2}, torch::kBFloat16)}};
   EXPECT_EQ(dcp::load(target, path).cast.size(), 2u);
   EXPECT_TRUE(target["half"].tensor().equal(torch::full({2}, 1.5f)));
   EXPECT_TRUE(target["small"].tensor().equal(torch::full({2}, -3, torch::kBFloat16)));

@@ -46,8 +46,7 @@ struct LoadReport {
   std::vector<std::string> missing;     ///< asked for, not in the checkpoint (allow_partial)
   std::vector<std::string> unexpected;  ///< in the checkpoint, not asked for
   std::vector<std::string> cast;        ///< loaded with another dtype than saved
-  std::vector<std::string>
-      reshaped;  ///< one element, saved with another number of dimensions, e.g. (1,) into ()
+  std::vector<std::string> reshaped;    ///< one element, saved with another number of dimensions, e.g. (1,) into ()
 };
 
 /// A box of a tensor that was saved as one item.
@@ -78,16 +77,14 @@ struct Metadata {
 ///     state["model"] = fsdp2::get_model_state_dict(model);
 ///     state["step"] = 100;
 ///     fsdp2::dcp::save(state, "runs/step_100");
-FSDP2_API Metadata save(const StateDict& state, const std::filesystem::path& path,
-                        const SaveOptions& options = {});
+FSDP2_API Metadata save(const StateDict& state, const std::filesystem::path& path, const SaveOptions& options = {});
 
 /// Fills `state` from the checkpoint: tensors in place (any sharding, any number of ranks on either
 /// side; meta tensors are replaced), other values by assignment. Every rank of the group calls it.
 /// Nothing is changed unless all ranks find all that they need. Errors: kNotFound (no checkpoint,
 /// missing keys), kInvalidArgument (other size; a narrowing cast), kCorruption (bad checksum,
 /// holes, truncated), kUnsupported, kIo.
-FSDP2_API LoadReport load(StateDict& state, const std::filesystem::path& path,
-                          const LoadOptions& options = {});
+FSDP2_API LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadOptions& options = {});
 
 /// A value that is meant to differ between ranks. Not offered yet: throws kUnsupported.
 FSDP2_API Value per_rank(Value value);

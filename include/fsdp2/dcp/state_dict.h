@@ -33,9 +33,9 @@ struct StateDictOptions {
 FSDP2_API dcp::StateDict get_model_state_dict(ModuleRef module, const StateDictOptions& options = {});
 
 /// Copies values into the model. A value is a DTensor of the parameter's layout or a plain tensor
-/// of its full shape (the same on every rank). Parameters on meta are materialised: they take the values over where
-/// they fit as they are. Not collective. kNotFound: missing keys (strict); kInvalidArgument: unexpected keys (strict),
-/// other sizes or layout.
+/// of its full shape (the same on every rank). Parameters on meta are materialised: they take the
+/// values over where they fit as they are. Not collective. kNotFound: missing keys (strict);
+/// kInvalidArgument: unexpected keys (strict), other sizes or layout.
 FSDP2_API dcp::LoadReport set_model_state_dict(ModuleRef module, const dcp::StateDict& state,
                                                const StateDictOptions& options = {});
 
@@ -51,8 +51,9 @@ FSDP2_API dcp::StateDict get_optimizer_state_dict(ModuleRef module,
 
 /// The reverse: state by FQN, groups matched by the parameters in them; hyper-parameters that the
 /// dict lacks or that libtorch does not have keep their constructed value, with a note in the log.
-/// Call it before backward or after step. kNotFound: state of a trainable parameter is missing
-/// (strict) or incomplete.
+/// A parameter without any state in the dict starts afresh, with a note. Call it before backward or
+/// after step. Tensors of state that the optimizer lacks are taken over, not copied. kNotFound: the
+/// state of a parameter is incomplete, or the dict has state for none of them.
 FSDP2_API void set_optimizer_state_dict(ModuleRef module, torch::optim::Optimizer& optimizer,
                                         const dcp::StateDict& state, const StateDictOptions& options = {});
 FSDP2_API void set_optimizer_state_dict(ModuleRef module, const std::vector<torch::optim::Optimizer*>& optimizers,

@@ -83,8 +83,7 @@ class FSDP2_API Value {
   template <std::floating_point F>
   Value(F value) : scalar_(static_cast<double>(value)) {}
   template <class S>
-  requires(std::convertible_to<const S&, std::string_view> && !std::same_as<S, std::nullptr_t>)
-      Value(const S& text)
+  requires(std::convertible_to<const S&, std::string_view> && !std::same_as<S, std::nullptr_t>) Value(const S& text)
       : Value(make(Kind::String, std::string(std::string_view(text)))) {}
   Value(at::Tensor tensor);
   Value(std::vector<Value> list);  // List
