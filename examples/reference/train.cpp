@@ -1,8 +1,7 @@
 // The smallest complete training program: copy it, then replace Net, next_batch() and the numbers.
 //
-//   fsdp2 run --nproc-per-node 2 ./reference_train            # trains 20 steps, saves after step
-//   10 fsdp2 run --nproc-per-node 4 ./reference_train --resume   # goes on from there, on 4
-//   processes
+//   fsdp2 run --nproc-per-node 2 ./reference_train            # 20 steps, saves after step 10
+//   fsdp2 run --nproc-per-node 4 ./reference_train --resume   # goes on from there on 4 processes
 //
 // Every process ("rank") runs this same program. Calls that say "collective" must be made by all
 // ranks, in the same order.
@@ -49,8 +48,7 @@ constexpr int64_t kInputs = 32, kBatch = 64;  // kBatch: rows of a step over all
 constexpr int64_t kSteps = 20, kSaveAt = 10;
 constexpr const char* kFolder = "reference_checkpoint";
 
-// ----- init_distributed
-// ---------------------------------------------------------------------------------------
+// ----- init_distributed -----------------------------------------------------------------
 
 void init_distributed() {
   // Reads RANK, WORLD_SIZE, MASTER_ADDR, ... that `fsdp2 run` (or torchrun, mpirun, srun) sets.
@@ -58,8 +56,7 @@ void init_distributed() {
   fsdp2::init_process_group();
 }
 
-// ----- build_model_meta
-// ---------------------------------------------------------------------------------------
+// ----- build_model_meta -----------------------------------------------------------------
 
 Net build_model_meta() {
   Net net = nullptr;
@@ -77,16 +74,14 @@ Net build_model_meta() {
   return net;
 }
 
-// ----- build_optimizer
-// ----------------------------------------------------------------------------------------
+// ----- build_optimizer ------------------------------------------------------------------
 
 torch::optim::AdamW build_optimizer(Net& net) {
   // A stock optimizer: its state is sharded as the parameters are.
   return torch::optim::AdamW(net->parameters(), torch::optim::AdamWOptions(1e-3));
 }
 
-// ----- train_step
-// ---------------------------------------------------------------------------------------------
+// ----- train_step -----------------------------------------------------------------------
 
 // This rank's rows of a global batch that depends on the step alone, so any number of ranks sees
 // the same data.
@@ -113,8 +108,7 @@ double train_step(Net& net, torch::optim::Optimizer& optimizer, int64_t step) {
   return mean.item<double>();
 }
 
-// ----- checkpoint_save
-// ----------------------------------------------------------------------------------------
+// ----- checkpoint_save ------------------------------------------------------------------
 
 fsdp2::dcp::StateDict make_state(Net& net, torch::optim::Optimizer& optimizer, int64_t step) {
   fsdp2::dcp::StateDict state;
@@ -130,8 +124,7 @@ void checkpoint_save(Net& net, torch::optim::Optimizer& optimizer, int64_t step)
   fsdp2::dcp::save(make_state(net, optimizer, step), kFolder, {.overwrite = true});
 }
 
-// ----- checkpoint_load
-// ----------------------------------------------------------------------------------------
+// ----- checkpoint_load ------------------------------------------------------------------
 
 int64_t checkpoint_load(Net& net, torch::optim::Optimizer& optimizer) {
   // Collective, on any number of ranks: each reads the parts that its shards need.
@@ -142,7 +135,7 @@ int64_t checkpoint_load(Net& net, torch::optim::Optimizer& optimizer) {
   return state["step"].integer();
 }
 
-// --------------------------------------------------------------------------------------------------------------
+// ----- main -----------------------------------------------------------------------------
 
 int main(int argc, char** argv) try {
   bool resume = argc > 1 && std::string(argv[1]) == "--resume";
