@@ -134,16 +134,16 @@ void StagingFolder::check_target(const fs::path& target, bool overwrite) {
   std::error_code error;
   const fs::file_status status = fs::status(target, error);
   if (status.type() == fs::file_type::not_found) return;
-  FSDP2_CHECK(status.type() == fs::file_type::directory, kIo, "[dcp] cannot save to ", target.string(),
+  FSDP2_CHECK(status.type() == fs::file_type::directory, kInvalidArgument, "[dcp] cannot save to ", target.string(),
               ": it is not a folder");
   fs::directory_iterator entries(target, error);
   if (error) throw_errno("listing", target, error.value());
   for (const auto& entry : entries) {
-    FSDP2_CHECK(overwrite, kIo, "[dcp] cannot save to ", target.string(), ": the folder is not empty",
+    FSDP2_CHECK(overwrite, kInvalidArgument, "[dcp] cannot save to ", target.string(), ": the folder is not empty",
                 fs::exists(target / ".metadata") ? " (it holds a checkpoint)" : "",
                 "; choose another path or set overwrite = true");
-    FSDP2_CHECK(is_checkpoint_file(entry.path().filename().string()), kIo, "[dcp] cannot save to ", target.string(),
-                ": it holds ", entry.path().filename().string(),
+    FSDP2_CHECK(is_checkpoint_file(entry.path().filename().string()), kInvalidArgument, "[dcp] cannot save to ",
+                target.string(), ": it holds ", entry.path().filename().string(),
                 ", which is not part of a checkpoint; overwriting replaces the whole folder, so "
                 "choose another path");
   }

@@ -69,9 +69,9 @@ struct Metadata {
 /// Writes `state` as the folder `path`; returns what was written. Every rank of the group calls it,
 /// with the same path on a file system that all share. Every rank writes its own file, a value that
 /// several ranks hold is written by one of them; the folder appears under its name only when it is
-/// complete. DTensors are saved shard by shard. Errors of any rank reach every rank:
-/// kInvalidArgument (a plain value differs between ranks, two keys flatten to one name, ...), kIo
-/// (also: `path` exists and `overwrite` is false), kUnsupported.
+/// complete. DTensors are saved shard by shard. Errors of any rank reach every rank: kInvalidArgument
+/// (`path` exists and `overwrite` is false, a plain value differs between ranks, two keys flatten to
+/// one name, ...), kIo, kUnsupported.
 ///
 ///     fsdp2::dcp::StateDict state;
 ///     state["model"] = fsdp2::get_model_state_dict(model);
