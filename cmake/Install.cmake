@@ -5,12 +5,20 @@ include(CMakePackageConfigHelpers)
 
 set(_package_folder "${CMAKE_INSTALL_LIBDIR}/cmake/fsdp2")
 
-# Relative to themselves for what is installed together, absolute for libtorch, which stays where it is.
-set_target_properties(fsdp2 PROPERTIES INSTALL_RPATH "$ORIGIN;${TorchWheel_ROOT}/lib")
+# Relative to themselves for what is installed together, absolute for libtorch (and NCCL), which stays where it is.
+# (INSTALL_RPATH_USE_LINK_PATH would leave out a .venv inside this tree.)
+set(_libtorch_folders "${TorchWheel_ROOT}/lib")
+if(FSDP2_HAS_NCCL)
+  foreach(_library IN LISTS _nvidia_cudart _nvidia_nccl)
+    get_filename_component(_folder "${_library}" DIRECTORY)
+    list(APPEND _libtorch_folders "${_folder}")
+  endforeach()
+endif()
+set_target_properties(fsdp2 PROPERTIES INSTALL_RPATH "$ORIGIN;${_libtorch_folders}")
 install(TARGETS fsdp2 EXPORT fsdp2Targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 if(TARGET fsdp2_program)
   file(RELATIVE_PATH _from_bin "/${CMAKE_INSTALL_BINDIR}" "/${CMAKE_INSTALL_LIBDIR}")
-  set_target_properties(fsdp2_program PROPERTIES INSTALL_RPATH "$ORIGIN/${_from_bin};${TorchWheel_ROOT}/lib")
+  set_target_properties(fsdp2_program PROPERTIES INSTALL_RPATH "$ORIGIN/${_from_bin};${_libtorch_folders}")
   install(TARGETS fsdp2_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/fsdp2" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}

@@ -20,5 +20,5 @@ if ldd -r "$folder/lib/libfsdp2.so" | grep -E 'not found|undefined symbol'; then
   exit 1
 fi
 nccl=without
-if nm -DC "$folder/lib/libfsdp2.so" | grep -q 'U.*ProcessGroupNCCL'; then nccl=with; fi
+if grep -q 'backend/nccl.cpp.o' "$folder/build.ninja"; then nccl=with; fi
 echo "check-torch: builds and loads with torch $version, $nccl NCCL"

@@ -15,8 +15,9 @@ if command -v shellcheck >/dev/null; then
   git ls-files '*.sh' .ci/run | xargs shellcheck || status=1
 fi
 
-tool=$(command -v clang-tidy-14 || command -v clang-tidy) ||
-  { echo "clang-tidy is missing: apt-get install clang-tidy-14" >&2; exit 1; }
+# Older ones do not know std::source_location.
+tool=$(command -v clang-tidy-16 || command -v clang-tidy) ||
+  { echo "clang-tidy is missing: apt-get install clang-tidy-16" >&2; exit 1; }
 # clang cannot read GCC's precompiled header, so the commands come from a configuration without it.
 scripts/setup.sh
 torch_root=$(sed -n 's/^TORCH_ROOT := //p' build/setup.mk)
