@@ -5,6 +5,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 
 #include <atomic>
+#include <map>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -64,19 +65,38 @@ class ManagedCollector {
     }
     FSDP2_CHECK(!is_marked(param), kUnsupported, "[fsdp] parameter ", fqn, " is already distributed as ",
                 to_string(spec_of(param)->placements), " (named ", spec_of(param)->fqn,
-                " there): either it is tied to a parameter of a module that an earlier fully_shard call took, then shard "
-                "both users in one call on their common parent; or it was distributed by hand, which fully_shard does "
+                " there): either it is tied to a parameter of a module that an earlier fully_shard call took, then "
+                "shard both users in one call on their common parent; or it was distributed by hand, which fully_shard does "
                 "not combine with in this version");
     FSDP2_CHECK(param.dim() > 0, kInvalidArgument, "[fsdp] parameter ", fqn,
                 " has no dimensions and cannot be sharded; make it 1-dimensional (shape [1]), or pass it in "
                 "ignored_params");
     FSDP2_CHECK(param.is_contiguous(), kInvalidArgument, "[fsdp] parameter ", fqn, " of shape ", param.sizes(),
                 " and strides ", param.strides(), " is not contiguous; call .contiguous() on it before fully_shard");
+    check_own_memory(param, fqn);
     managed.params.push_back({param, fqn});
+  }
+
+  /// Two tensors over one memory are tied while they are whole; as shards each would go its own way.
+  void check_own_memory(const Tensor& param, const std::string& fqn) {
+    if (param.is_meta() || param.numel() == 0) {
+      return;
+    }
+    const auto* begin = static_cast<const char*>(param.const_data_ptr());
+    const auto* end = begin + param.nbytes();
+    const auto after = memory_.lower_bound(end);
+    if (after != memory_.begin()) {
+      const auto& [other_end, other_fqn] = std::prev(after)->second;
+      FSDP2_CHECK(other_end <= begin, kInvalidArgument, "[fsdp] parameters ", other_fqn, " and ", fqn,
+                  " are two tensors over one memory (set_data, or a view) and would drift apart as shards; to tie them "
+                  "register one tensor in both modules: register_parameter(\"weight\", other->weight)");
+    }
+    memory_.emplace(begin, std::make_pair(end, fqn));
   }
 
   std::unordered_set<const torch::nn::Module*> modules_;
   std::unordered_set<const c10::TensorImpl*> tensors_, ignored_;
+  std::map<const char*, std::pair<const char*, std::string>> memory_;  // begin; end and name
 };
 
 std::optional<bool> resolve_reshard(const ReshardAfterForward& wanted, int64_t shard_size) {
@@ -99,7 +119,8 @@ void check_options(const FullyShardOptions& options) {
   FSDP2_CHECK(!options.shard_placement_fn, kUnsupported,
               "[fsdp] shard_placement_fn is not offered in this version; parameters are sharded on dim 0");
   FSDP2_CHECK(!options.offload_policy, kUnsupported, "[fsdp] offload_policy is not offered in this version");
-  FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported, "[fsdp] dp_mesh_dims is not offered in this version; pass a 1-D mesh");
+  FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported,
+              "[fsdp] dp_mesh_dims is not offered in this version; pass a 1-D mesh");
   const auto floating = [](const char* field, const std::optional<at::ScalarType>& dtype) {
     FSDP2_CHECK(!dtype || at::isFloatingType(*dtype), kInvalidArgument, "[fsdp] mp_policy.", field, " is ", *dtype,
                 "; expected a floating-point dtype");
