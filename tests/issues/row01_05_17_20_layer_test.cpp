@@ -66,7 +66,14 @@ struct ScaleImpl : torch::nn::Module {
 };
 FSDP2_MODULE(Scale);
 
-enum Moment { kBeforeSharding, kAfterSharding, kAfterForwardWithoutGrad, kWhileUnsharded, kBeforeBackward, kAfterBackward };
+enum Moment {
+  kBeforeSharding,
+  kAfterSharding,
+  kAfterForwardWithoutGrad,
+  kWhileUnsharded,
+  kBeforeBackward,
+  kAfterBackward
+};
 
 RANKS_TEST(Row05, AnOptimizerMadeAtAnyMomentChangesTheWeights, 2) {
   const Tensor x = torch::ones({8});
@@ -206,8 +213,8 @@ void expect_like_whole_with_empty_shards(int rank) {
     EXPECT_LE(max_difference(whole(layer->bias), reference->bias.detach()), 1e-5) << "step " << step;
   }
   const auto counters = fsdp2::counters();
-  const auto counts = fsdp2::all_gather_strings(
-      c10::str(counters.all_gathers, " gathers, ", counters.reduce_scatters, " reductions, ", counters.bytes, " bytes"));
+  const auto counts = fsdp2::all_gather_strings(c10::str(counters.all_gathers, " gathers, ", counters.reduce_scatters,
+                                                         " reductions, ", counters.bytes, " bytes"));
   for (const std::string& other : counts) EXPECT_EQ(other, counts[0]);  // no rank leaves a collective out
 
   fsdp2::fsdp_module(layer).reshard();

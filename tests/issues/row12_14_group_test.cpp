@@ -2,6 +2,11 @@
 // Faults that users of FSDP2 reported about what may stand in one group: row 12 (pytorch#156784) parameters of
 // several dtypes, row 14 (pytorch#176076) a tensor with two users.
 
+#include <fsdp2/dcp/dcp.h>
+#include <fsdp2/dcp/state_dict.h>
+
+#include <algorithm>
+
 #include "fsdp/models.h"
 #include "support/ranks.h"
 #include "support/tensors.h"
@@ -193,10 +198,55 @@ RANKS_TEST(Row14, StillTiedAfterMaterialisingAndWritingAnew, 2) {
   expect_tied(model);
 }
 
+TEST(Row14, SavedOncePerNameAndStillTiedAfterALoad) {
+  const TempDir folder;
+  const std::string path = folder.path() + "/tied";
+  ASSERT_TRUE(run_ranks(2, [&](int) {
+    torch::manual_seed(8);
+    Tied model;
+    fsdp2::fully_shard(model->body);
+    fsdp2::fully_shard(model);
+    const auto saved = fsdp2::dcp::save(fsdp2::get_model_state_dict(model), path);
+    std::vector<std::string> names;
+    for (const auto& entry : saved.entries) names.push_back(entry.first);
+    std::sort(names.begin(), names.end());
+    EXPECT_EQ(names, (std::vector<std::string>{"body.bias", "body.weight", "embed.weight", "head.weight"}));
+  }));
+  ASSERT_TRUE(run_ranks(3, [&](int rank) {
+    torch::manual_seed(8);
+    Tied reference;
+    torch::manual_seed(9);
+    Tied model;
+    fsdp2::fully_shard(model->body);
+    fsdp2::fully_shard(model);
+    auto state = fsdp2::get_model_state_dict(model);
+    fsdp2::dcp::load(state, path);
+    fsdp2::set_model_state_dict(model, state);
+    EXPECT_EQ(max_difference(whole(model->head->weight), reference->embed->weight.detach()), 0);
+    expect_tied(model);
+    train_both(rank, model, reference);
+  }));
+}
+
 RANKS_TEST(Row14, UsersInTwoGroupsAreRefusedAndDoNotDriftApart, 2) {
   Tied model;
   fsdp2::fully_shard(model->embed);
   EXPECT_FSDP2_ERROR(fsdp2::fully_shard(model), kUnsupported, "head.weight");
+}
+
+RANKS_TEST(Row14, TwoTensorsOverOneMemoryAreRefusedAndDoNotDriftApart, 2) {
+  struct ViewsImpl : torch::nn::Module {
+    ViewsImpl() {
+      embed = register_module("embed", torch::nn::Embedding(8, 4));
+      head = register_module("head", torch::nn::Linear(torch::nn::LinearOptions(4, 8).bias(false)));
+      head->weight.set_data(embed->weight);
+    }
+    Tensor forward(const Tensor& tokens) { return head(embed(tokens)); }
+    torch::nn::Embedding embed{nullptr};
+    torch::nn::Linear head{nullptr};
+  };
+  EXPECT_FSDP2_ERROR(fsdp2::fully_shard(std::make_shared<ViewsImpl>()), kInvalidArgument,
+                     "embed.weight and head.weight");
 }
 
 }  // namespace

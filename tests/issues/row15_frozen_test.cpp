@@ -28,7 +28,9 @@ struct AdaptedImpl : torch::nn::Module {
   }
   Tensor forward(Tensor x) {
     if (seen != nullptr && x.requires_grad()) {
-      x.register_hook([seen = seen](const Tensor&) { seen->bytes_at_input.push_back(fsdp2::counters().unsharded_bytes); });
+      x.register_hook([seen = seen](const Tensor&) {
+        seen->bytes_at_input.push_back(fsdp2::counters().unsharded_bytes);
+      });
     }
     const Tensor sum = base(x.to(base->weight.scalar_type())).to(torch::kFloat) + up(down(x));
     if (seen != nullptr) {
