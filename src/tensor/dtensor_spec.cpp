@@ -137,6 +137,17 @@ struct LeaveInferenceMode {
   std::optional<c10::InferenceMode> off;
 };
 
+Tensor checked_local(const DTensorLayout& layout, Tensor local, const std::string& fqn) {
+  FSDP2_CHECK(local.defined() && !is_marked(local), kInvalidArgument, "[dtensor] the local part of '", fqn,
+              "' must be a plain tensor");
+  FSDP2_CHECK(local.dim() == static_cast<int64_t>(layout.sizes.size()), kInvalidArgument,
+              "[dtensor] the local part of '", fqn, "' has shape ", local.sizes(), ", the whole ",
+              c10::IntArrayRef(layout.sizes), ": both need the same number of dimensions");
+  if (!local.requires_grad()) return local;
+  BelowDTensor below;
+  return local.detach();
+}
+
 Tensor new_marked_tensor(c10::intrusive_ptr<DTensorSpec> spec) {
   const Tensor& local = spec->local;
   auto result = at::detail::make_tensor<c10::TensorImpl>(local.key_set().add(kDTensorKey), local.dtype(),
@@ -278,16 +289,8 @@ Tensor make_dtensor_result(const DTensorSpec& like, Tensor local) {
 }
 
 Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor local, std::string fqn) {
-  FSDP2_CHECK(local.defined() && !is_marked(local), kInvalidArgument, "[dtensor] the local part of '", fqn,
-              "' must be a plain tensor");
-  FSDP2_CHECK(local.dim() == static_cast<int64_t>(layout->sizes.size()), kInvalidArgument,
-              "[dtensor] the local part of '", fqn, "' has shape ", local.sizes(), ", the whole ",
-              c10::IntArrayRef(layout->sizes), ": both need the same number of dimensions");
   const LeaveInferenceMode off;
-  if (local.requires_grad()) {
-    BelowDTensor below;
-    local = local.detach();
-  }
+  local = checked_local(*layout, std::move(local), fqn);
   auto spec = c10::make_intrusive<DTensorSpec>(std::move(layout), std::move(local), std::move(fqn));
   Tensor result = new_marked_tensor(spec);
   // Sizes and storage are not operators, so nothing but libtorch itself can stop torch::save or data_ptr().
@@ -305,7 +308,8 @@ Tensor make_dtensor(Tensor local, DeviceMesh mesh, std::vector<Placement> placem
 }
 
 Tensor make_dtensor_like(const DTensorSpec& layout, Tensor local) {
-  return make_dtensor_over(layout.layout, std::move(local), layout.fqn);
+  const LeaveInferenceMode off;
+  return make_dtensor_result(layout, checked_local(*layout.layout, std::move(local), layout.fqn));
 }
 
 Tensor make_dtensor_alias(const Tensor& marked) {

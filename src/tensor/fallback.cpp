@@ -378,7 +378,7 @@ void run_cast(OperatorCall& call) {
   if (spec.has_partial() && !at::isFloatingType(local.scalar_type())) throw_partial(call.op, spec);
   FSDP2_CHECK(local.layout() == at::kStrided, kUnsupported, "[dtensor] ", operator_text(call.op), " of ", describe(spec),
               " to layout ", local.layout(), ": DTensors are strided");
-  Tensor result = make_dtensor_like(spec, std::move(local));
+  Tensor result = make_dtensor_over(spec.layout, std::move(local), spec.fqn);
   if (records_grad(self) && torch::autograd::isDifferentiableType(result.scalar_type())) attach_cast(result, self);
   call.result(0) = std::move(result);
 }
