@@ -37,9 +37,9 @@ constexpr const char* kCallRule =
   const bool whole = plain == c10::IntArrayRef(spec.sizes);
   FSDP2_THROW(kUsage, "[dtensor] ", operator_text(op), " mixes ", describe(spec), " with a plain tensor of shape ",
               plain, ". ", kCallRule,
-              whole ? "If it came from an optimizer, either the parameter is whole at the moment (a forward or unshard() "
-                      "without a backward left it so): call reshard() on its module first; or the optimizer's state was "
-                      "made before sharding: make the optimizer after fully_shard. "
+              whole ? "If it came from an optimizer, either the parameter is whole at the moment (a forward or "
+                      "unshard() without a backward left it so): call reshard() on its module first; or the "
+                      "optimizer's state was made before sharding: make the optimizer after fully_shard. "
                     : "",
               "Else make both DTensors of one layout (distribute_tensor) or both plain (full_tensor, to_local)");
 }
@@ -184,7 +184,8 @@ struct Positions {
     }
     const DTensorSpec* some = nullptr;
     for (const auto* spec : specs) some = spec != nullptr ? spec : some;
-    FSDP2_CHECK(some != nullptr, kUnsupported, "[dtensor] ", operator_text(call.op), " with a DTensor outside its lists");
+    FSDP2_CHECK(some != nullptr, kUnsupported, "[dtensor] ", operator_text(call.op),
+                " with a DTensor outside its lists");
     if (plain.defined()) throw_mixed(call.op, *some, plain.sizes());
   }
 
@@ -376,8 +377,8 @@ void run_cast(OperatorCall& call) {
     return;
   }
   if (spec.has_partial() && !at::isFloatingType(local.scalar_type())) throw_partial(call.op, spec);
-  FSDP2_CHECK(local.layout() == at::kStrided, kUnsupported, "[dtensor] ", operator_text(call.op), " of ", describe(spec),
-              " to layout ", local.layout(), ": DTensors are strided");
+  FSDP2_CHECK(local.layout() == at::kStrided, kUnsupported, "[dtensor] ", operator_text(call.op), " of ",
+              describe(spec), " to layout ", local.layout(), ": DTensors are strided");
   Tensor result = make_dtensor_over(spec.layout, std::move(local), spec.fqn);
   if (records_grad(self) && torch::autograd::isDifferentiableType(result.scalar_type())) attach_cast(result, self);
   call.result(0) = std::move(result);

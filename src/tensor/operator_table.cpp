@@ -181,7 +181,7 @@ void add_elementwise(TableBuilder& table) {
 void add_copies(TableBuilder& table) {
   const auto local = run_elementwise;
   table.add({{"aten::zero_", ""}, {"aten::copy_", ""}, {"aten::zeros_like", ""}, {"aten::empty_like", ""},
-             {"aten::pin_memory", ""}, {"aten::record_stream", ""}},
+             {"aten::pin_memory", ""}, {"aten::record_stream", ""}, {"aten::is_pinned", ""}},
             local, OnPartial::kIdentity);
   table.add({{"aten::clone", ""}, {"aten::clone", "out"}, {"aten::zero", ""}, {"aten::zero", "out"}, {"aten::copy", ""},
              {"aten::fill_", "Scalar"}, {"aten::fill_", "Tensor"}, {"aten::fill", "Scalar"}, {"aten::fill", "Tensor"},

@@ -84,8 +84,8 @@ void check_generators_agree(at::Generator generator, const DeviceMesh& mesh, con
   }
   FSDP2_CHECK(different.empty(), kUsage, "[dtensor] ", what, ": the random generator of rank(s) ", different,
               " is in another state than that of rank ", ranks.const_data_ptr<int64_t>()[0],
-              ", so each rank would draw another tensor; call torch::manual_seed with one seed on all ranks and draw the "
-              "same numbers on all of them");
+              ", so each rank would draw another tensor; call torch::manual_seed with one seed on all ranks and draw "
+              "the same numbers on all of them");
 }
 
 void run_random(OperatorCall& call) {

@@ -21,9 +21,9 @@ namespace {
 /// Values of the parts that are not empty, stacked: `mine` has the same shape and dtype on every rank.
 Tensor values_of_parts(const DTensorSpec& spec, const Tensor& mine) {
   const auto axes = spec.layout->sharded_axes();
-  if (std::all_of(axes.begin(), axes.end(), [&](int64_t axis) { return spec.mesh.size(axis) == 1; })) {
-    return mine.unsqueeze(0);
-  }
+  const bool one_rank =
+      std::all_of(axes.begin(), axes.end(), [&](int64_t axis) { return spec.mesh.size(axis) == 1; });
+  if (one_rank || mine.is_meta()) return mine.unsqueeze(0);
   std::vector<int64_t> shape{-1};
   shape.insert(shape.end(), mine.sizes().begin(), mine.sizes().end());
   const Tensor all = gather_over_axes(mine, spec.mesh, axes, spec.fqn).view(shape);

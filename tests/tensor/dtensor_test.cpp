@@ -177,7 +177,8 @@ RANKS_TEST(DTensor, PartialIsReduced, 3) {
     EXPECT_TRUE(at::allclose(tensor.redistribute({target}).full_tensor(), sum));
   }
   EXPECT_TRUE(at::allclose(from_local(local, world_mesh(), {Partial{ReduceOp::AVG}}).full_tensor(), sum / 3));
-  EXPECT_FSDP2_ERROR(distribute_tensor(sum, world_mesh(), {Shard{0}}).redistribute({Partial{}}), kUnsupported, "Partial");
+  const auto sharded = distribute_tensor(sum, world_mesh(), {Shard{0}});
+  EXPECT_FSDP2_ERROR(sharded.redistribute({Partial{}}), kUnsupported, "Partial");
 }
 
 RANKS_TEST(DTensor, MeshesOfTwoAxes, 4) {

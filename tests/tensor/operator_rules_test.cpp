@@ -123,8 +123,8 @@ RANKS_TEST(OperatorRules, TwoLayoutsAreRefused, 1) {
 Tensor as_partial(const Tensor& full, const DeviceMesh& mesh) {
   if (!full.defined() || full.dim() == 0) return full;
   const double weight = 2.0 * (get_rank() + 1) / (get_world_size() * (get_world_size() + 1.0));
-  return detail::make_dtensor(at::isFloatingType(full.scalar_type()) ? full.mul(weight) : full.clone(), mesh, {Partial{}},
-                              full.sizes().vec(), "w");
+  const Tensor term = at::isFloatingType(full.scalar_type()) ? full.mul(weight) : full.clone();
+  return detail::make_dtensor(term, mesh, {Partial{}}, full.sizes().vec(), "w");
 }
 
 torch::jit::Stack partial_arguments(const torch::jit::Stack& plain, const DeviceMesh& mesh) {

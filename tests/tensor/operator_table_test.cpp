@@ -41,7 +41,8 @@ const std::set<std::string> kReadsNoValues{
 };
 
 std::vector<CaseLayout> layouts_for(const c10::OperatorHandle& op) {
-  const std::vector<CaseLayout> matrices{{{17, 5}, Shard{0}}, {{1, 8}, Shard{0}}, {{5, 7}, Shard{1}}, {{4, 3}, Replicate{}}};
+  const std::vector<CaseLayout> matrices{
+      {{17, 5}, Shard{0}}, {{1, 8}, Shard{0}}, {{5, 7}, Shard{1}}, {{4, 3}, Replicate{}}};
   const std::vector<CaseLayout> vectors{{{17}, Shard{0}}, {{1}, Shard{0}}, {{4}, Replicate{}}};
   const std::vector<CaseLayout> single{{{1}, Shard{0}}, {{1, 1}, Shard{1}}, {{1, 1}, Replicate{}}};
   if (operator_text(op) == "aten::_local_scalar_dense") return single;  // reads the first of many
@@ -93,8 +94,8 @@ void values_equal_the_unsharded_ones() {
       }
       ++compared;
       if (!problem.empty()) {
-        failures.push_back(c10::str(text, " on ", c10::IntArrayRef(layout.sizes), " ", to_string(layout.placement), ", ",
-                                    options->dtype, ": ", problem.substr(0, 600)));
+        failures.push_back(c10::str(text, " on ", c10::IntArrayRef(layout.sizes), " ", to_string(layout.placement),
+                                    ", ", options->dtype, ": ", problem.substr(0, 600)));
       }
     }
   }
@@ -118,7 +119,8 @@ std::string outcome(const c10::OperatorHandle& op, torch::jit::Stack stack) {
     return "computed";
   } catch (const Error& error) {
     const std::string message = error.what();
-    return message.find(operator_text(op)) == std::string::npos ? "an error that does not name it: " + message : "refused";
+    if (message.find(operator_text(op)) != std::string::npos) return "refused";
+    return "an error that does not name it: " + message;
   } catch (const std::exception& error) {
     return std::string("another error: ") + std::string(error.what()).substr(0, 200);
   }

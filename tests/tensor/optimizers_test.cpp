@@ -127,6 +127,19 @@ RANKS_TEST(Optimizers, StateMadeBeforeShardingIsRefused, 2) {
   EXPECT_FSDP2_ERROR(optimizer.step(), kUsage, "make the optimizer after");
 }
 
+RANKS_TEST(Optimizers, LbfgsIsRefusedByName, 2) {
+  const auto mesh = init_device_mesh(c10::DeviceType::CPU, {2});
+  torch::nn::Linear layer(4, 6);
+  distribute_parameter(layer, "weight", mesh, {Shard{0}});
+  torch::optim::LBFGS optimizer(std::vector<Tensor>{layer->weight});
+  const auto closure = [&]() -> Tensor {
+    const Tensor loss = DTensor(layer->weight).full_tensor().pow(2).sum();
+    loss.backward();
+    return loss;
+  };
+  EXPECT_FSDP2_ERROR(optimizer.step(closure), kUnsupported, "aten::view");
+}
+
 RANKS_TEST(Optimizers, PartialGradientsAreRefused, 2) {
   const auto mesh = init_device_mesh(c10::DeviceType::CPU, {2});
   const auto fresh = [&] {

@@ -123,6 +123,8 @@ RANKS_TEST(Reductions, SingleValuesAndComparisons, 3) {
   EXPECT_FSDP2_ERROR(torch::linalg_vector_norm(tensor, 2, at::IntArrayRef{1}), kUnsupported, "linalg_vector_norm");
   EXPECT_FSDP2_ERROR(tensor.max(0), kUnsupported, "aten::max.dim");
   EXPECT_FSDP2_ERROR(tensor.std(), kUnsupported, "aten::std");
+  const Tensor meta = distribute_tensor(torch::empty({2, 3}, torch::kMeta), mesh, {Shard{0}}).tensor();
+  EXPECT_TRUE(meta.sum().is_meta() && meta.norm().is_meta() && meta.any().is_meta());
 }
 
 }  // namespace
