@@ -4,11 +4,12 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <cstdlib>
+#include <algorithm>
 
 #include <fsdp2/error.h>
 
 #include "fsdp/autograd_hooks.h"
+#include "fsdp/debug_level.h"
 #include "module/written.h"
 
 namespace fsdp2::detail {
@@ -30,14 +31,6 @@ ModuleState::ModuleState(const std::shared_ptr<torch::nn::Module>& module, const
 std::vector<std::shared_ptr<ModuleState>> ModuleState::tree() const {
   const auto alive = module();
   return alive ? states_under(*alive) : std::vector<std::shared_ptr<ModuleState>>{};
-}
-
-int debug_level() {
-  static const int level = [] {
-    const char* text = std::getenv("FSDP2_DEBUG");
-    return text == nullptr || text[0] == '\0' ? -1 : std::atoi(text);
-  }();
-  return level;
 }
 
 void ModuleState::become_root() {
@@ -62,45 +55,53 @@ void ModuleState::become_root() {
   check_ranks_agree();
 }
 
-void ModuleState::check_ranks_agree() const {
-  const int level = debug_level();
-  if (level == 0 || (level < 0 && !device.is_cpu())) {
-    return;
-  }
-  ProcessGroup over;
-  std::vector<std::string> lines;
-  for (const auto& state : tree()) {
-    if (!state->group) {
-      continue;
-    }
-    over = state->group->mesh().get_group(0);
-    for (const FSDPParam& param : state->group->params()) {
-      lines.push_back(c10::str(param.fqn(), " ", at::IntArrayRef(param.sizes()), " ", param.orig_dtype(),
-                               param.requires_grad() ? " trainable" : " frozen", " in ", state->label_,
-                               state->reshard_after_forward_ ? "" : ", kept after forward"));
-    }
-  }
-  if (!over.defined()) {
-    return;
-  }
-  std::string mine;
-  for (const std::string& line : lines) {
-    mine += line + "\n";
-  }
-  const std::vector<std::string> all = all_gather_strings(mine, over);
+namespace {
+
+/// Where two texts begin to differ, the line of `text`.
+std::string line_at(const std::string& text, size_t position) {
+  const size_t begin = position == 0 ? 0 : text.rfind('\n', position - 1) + 1;
+  return begin >= text.size() ? std::string("nothing") : text.substr(begin, text.find('\n', begin) - begin);
+}
+
+void check_equal_on_all_ranks(const std::string& mine, const ProcessGroup& group) {
+  const std::vector<std::string> all = all_gather_strings(mine, group);
   for (size_t rank = 1; rank < all.size(); ++rank) {
     if (all[rank] == all[0]) {
       continue;
     }
     size_t at = 0;
     while (at < all[0].size() && at < all[rank].size() && all[0][at] == all[rank][at]) ++at;
-    const auto line_at = [at](const std::string& text) {
-      const size_t begin = at == 0 ? 0 : text.rfind('\n', at - 1) + 1;
-      return begin >= text.size() ? std::string("nothing") : text.substr(begin, text.find('\n', begin) - begin);
-    };
     FSDP2_THROW(kInvalidArgument, "[fsdp] ranks built different sharded models: rank 0 of the mesh has \"",
-                line_at(all[0]), "\" where rank ", rank, " has \"", line_at(all[rank]),
+                line_at(all[0], at), "\" where rank ", rank, " has \"", line_at(all[rank], at),
                 "\"; every rank must build the same model and call fully_shard with the same options");
+  }
+}
+
+}  // namespace
+
+void ModuleState::check_ranks_agree() const {
+  const int level = debug_level();
+  if (level == 0 || (level < 0 && !device.is_cpu())) {
+    return;
+  }
+  std::vector<std::pair<ProcessGroup, std::string>> texts;  // one per mesh, in the order of the modules
+  for (const auto& state : tree()) {
+    if (!state->group) {
+      continue;
+    }
+    const ProcessGroup over = state->group->mesh().get_group(0);
+    auto text = std::find_if(texts.begin(), texts.end(), [&](const auto& known) { return known.first == over; });
+    if (text == texts.end()) {
+      text = texts.insert(texts.end(), {over, ""});
+    }
+    for (const FSDPParam& param : state->group->params()) {
+      text->second += c10::str(param.fqn(), " ", at::IntArrayRef(param.sizes()), " ", param.orig_dtype(),
+                               param.requires_grad() ? " trainable" : " frozen", " in ", state->label_,
+                               state->reshard_after_forward_ ? "" : ", kept after forward", "\n");
+    }
+  }
+  for (const auto& [group, text] : texts) {
+    check_equal_on_all_ranks(text, group);
   }
 }
 
@@ -150,7 +151,11 @@ void ModuleState::pre_forward(const TensorPointers& inputs) {
 }
 
 void ModuleState::post_forward(const TensorPointers& outputs) {
-  if (--depth_ == 0) {
+  const bool outermost = --depth_ == 0;
+  if (outermost && context->iteration_root == this) {
+    context->iteration_root = nullptr;  // also where something below throws
+  }
+  if (outermost) {
     buffer_cast.end();
     if (group && reshard_after_forward_) {
       group->reshard();
@@ -159,9 +164,6 @@ void ModuleState::post_forward(const TensorPointers& outputs) {
     if (group && has_backward) {
       context->record_forward(group);
     }
-  }
-  if (context->iteration_root == this && depth_ == 0) {
-    context->iteration_root = nullptr;
   }
   if (policy_.output_dtype) {
     for (at::Tensor* tensor : outputs) {

@@ -69,7 +69,4 @@ void purge_states() noexcept;
 /// States of `module` and everything below it, in module order, each once.
 std::vector<std::shared_ptr<ModuleState>> states_under(const torch::nn::Module& module);
 
-/// FSDP2_DEBUG: 0, 1 or 2; -1 where it is not set.
-int debug_level();
-
 }  // namespace fsdp2::detail

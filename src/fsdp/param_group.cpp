@@ -10,6 +10,7 @@
 #include <fsdp2/error.h>
 
 #include "fsdp/counting.h"
+#include "fsdp/debug_level.h"
 #include "fsdp/gradient_reduction.h"
 #include "fsdp/training_context.h"
 
@@ -134,6 +135,13 @@ void ParamGroup::check_ready() {
       unwritten += (unwritten.empty() ? "" : ", ") + param.fqn();
     }
   }
+  if (ask_ranks_for_unwritten_ && size_ > 1 && debug_level() != 0) {
+    // A rank without rows cannot tell; it must not wait in a gather that the others refuse.
+    for (const std::string& names : all_gather_strings(unwritten, group_)) {
+      if (unwritten.empty()) unwritten = names;
+    }
+  }
+  ask_ranks_for_unwritten_ &= !unwritten.empty();
   FSDP2_CHECK(on_meta.empty(), kUsage, "[fsdp] parameters ", on_meta, " are still on the meta device and have no data; "
               "call to_empty(model, device) and reset_parameters(model), or load a checkpoint, before the first forward");
   FSDP2_CHECK(unwritten.empty(), kUsage, "[fsdp] parameters ", unwritten, " were given memory by to_empty() but never "
@@ -296,6 +304,7 @@ void ParamGroup::to_empty(c10::Device device) {
     }
   }
   ready_ = false;
+  ask_ranks_for_unwritten_ = true;
 }
 
 void ParamGroup::mark_written() {

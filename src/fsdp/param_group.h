@@ -116,6 +116,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   DataState state_ = DataState::kSharded;
   std::string label_;
   bool ready_ = false;  // no parameter is on meta or unwritten
+  bool ask_ranks_for_unwritten_ = false;
 };
 
 }  // namespace fsdp2::detail

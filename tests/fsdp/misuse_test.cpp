@@ -181,6 +181,16 @@ RANKS_TEST(Misuse, MaterialisedButNeverWrittenParametersAndBuffersAreNamed, 2) {
   EXPECT_NO_THROW(net(tokens));
 }
 
+RANKS_TEST(Misuse, ARankWithoutRowsHearsOfUnwrittenParametersToo, 3) {
+  Linear layer{nullptr};
+  { fsdp2::MetaDeviceGuard meta; layer = linear(4, 1); }  // one row: ranks 1 and 2 have none
+  fsdp2::fully_shard(layer);
+  fsdp2::to_empty(layer, torch::kCPU);
+  EXPECT_FSDP2_ERROR(layer(torch::ones({1, 4})), kUsage, "weight");
+  { torch::NoGradGuard no_grad; layer->weight.fill_(1); }
+  EXPECT_EQ(layer(torch::ones({1, 4})).item<double>(), 4);
+}
+
 RANKS_TEST(Misuse, ValuesWrittenThroughPointersAreDeclared, 2) {
   Linear layer{nullptr};
   { fsdp2::MetaDeviceGuard meta; layer = linear(4, 4); }
