@@ -1,4 +1,5 @@
 // labels: peer, ranks
+// timeout: 600
 // A fully sharded model and its optimizer, both ways with Python's FSDP2 and its default, strict
 // load.
 
@@ -145,7 +146,7 @@ TEST(DcpFsdp2Peer, ModelAndOptimizerBothWays) {
       for (const std::string& name : others) save_ours(folder.path(), name, world);
     }));
   }
-  const ProcessResult python = run_python(test_file("peer/dcp_fsdp2.py"), {folder.path()});
+  const ProcessResult python = run_python(test_file("peer/dcp_fsdp2.py"), {folder.path()}, std::chrono::seconds(400));
   ASSERT_EQ(python.exit_code, 0) << python.output;
   for (int world : {1, 2, 3, 4}) {
     ASSERT_TRUE(run_ranks(world, [&](int) {

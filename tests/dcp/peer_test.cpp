@@ -1,4 +1,5 @@
 // labels: peer, ranks
+// timeout: 600
 // Checkpoints both ways with Python: world sizes 1 to 4 on either side, in all pairs.
 
 #include <fsdp2/dcp/dcp.h>
@@ -23,7 +24,8 @@ TEST(DcpPeer, AllPairsOfWorldSizesBothWays) {
       dcp::save(sample_state(mesh, /*zero=*/false), folder.path() + "/cpp_" + std::to_string(world));
     }));
   }
-  const ProcessResult python = run_python(test_file("peer/dcp_peer.py"), {folder.path(), "1", "2", "3", "4"});
+  const ProcessResult python =
+      run_python(test_file("peer/dcp_peer.py"), {folder.path(), "1", "2", "3", "4"}, std::chrono::seconds(400));
   ASSERT_EQ(python.exit_code, 0) << python.output;
   for (int world : kWorlds) {
     ASSERT_TRUE(run_ranks(world, [&](int) {
