@@ -1,5 +1,5 @@
 // labels: ranks
-// timeout: 240
+// timeout: 480
 // The smallest program, as its first lines tell the reader to run it.
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // labels: ranks
-// timeout: 240
+// timeout: 480
 // `fsdp2 run`: exit codes, output, environment, errors.
 
 #include <gtest/gtest.h>
