@@ -8,6 +8,8 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <algorithm>
+#include <array>
 #include <concepts>
 #include <memory>
 #include <string>
@@ -82,23 +84,34 @@ auto& module_of(M&& module) {
   }
 }
 
-/// A module's argument while hooks look at it: a copy (tensors are handles), so that hooks may replace tensors.
+/// A module's argument while hooks look at it: a copy (tensors are handles), so that hooks may replace tensors. What
+/// holds no tensors and was passed as an lvalue is passed on as it is: forward may write to it.
 template <class T>
-using HeldArgument = std::decay_t<T>;
+using HeldArgument = std::conditional_t<std::is_lvalue_reference_v<T> && IsOpaque<std::remove_cvref_t<T>>::value, T,
+                                        std::decay_t<T>>;
 
-/// Forward may take an argument by non-const reference and assign to it: hand the new value on.
+/// What hooks may have replaced in one argument: the tensors as given, and what forward got in their place.
+struct HookedTensors {
+  c10::SmallVector<at::Tensor, 4> given;
+  c10::SmallVector<c10::TensorImpl*, 4> seen;
+};
+
+/// Forward may take an argument by non-const reference and write to it: hand the new value on, with the caller's own
+/// tensors where only hooks replaced them.
 template <class Given, class Held>
-void return_if_assigned(Given&& given, Held& held, const TensorPointers& before_pointers,
-                        const c10::SmallVector<c10::TensorImpl*, 8>& before, size_t& position) {
-  TensorPointers after;
-  collect_tensors(held, after);
-  bool changed = false;
-  for (at::Tensor* tensor : after) {
-    changed |= position >= before.size() || before_pointers[position] != tensor ||
-               before[position] != tensor->unsafeGetTensorImpl();
-    ++position;
-  }
-  if constexpr (std::is_assignable_v<Given&&, Held&>) {
+void return_if_assigned(Given& given, Held& held, const HookedTensors& before) {
+  if constexpr (!IsOpaque<Held>::value && std::is_assignable_v<Given&, Held&>) {
+    TensorPointers after;
+    collect_tensors(held, after);
+    bool changed = !std::is_same_v<Held, at::Tensor>;  // anything else may hold more than the tensors that we see
+    for (at::Tensor* tensor : after) {
+      const auto found = std::find(before.seen.begin(), before.seen.end(), tensor->unsafeGetTensorImpl());
+      if (found != before.seen.end()) {
+        *tensor = before.given[found - before.seen.begin()];
+      } else {
+        changed = true;
+      }
+    }
     if (changed) {
       given = held;
     }
@@ -109,12 +122,26 @@ void return_if_assigned(Given&& given, Held& held, const TensorPointers& before_
 template <class Forward, class... Args>
 auto call_with_hooks(ModuleState& state, Forward&& forward, Args&&... args) {
   std::tuple<HeldArgument<Args>...> held(std::forward<Args>(args)...);
+  std::array<HookedTensors, sizeof...(Args)> before;
+  const auto for_each_held = [&]([[maybe_unused]] auto&& look) {
+    [[maybe_unused]] size_t index = 0;
+    std::apply([&](auto&... each) { (look(each, before[index++]), ...); }, held);
+  };
   TensorPointers inputs;
-  std::apply([&](auto&... each) { (collect_tensors(each, inputs), ...); }, held);
+  for_each_held([&](auto& each, HookedTensors& own) {
+    TensorPointers found;
+    collect_tensors(each, found);
+    for (at::Tensor* tensor : found) {
+      own.given.push_back(*tensor);
+      inputs.push_back(tensor);
+    }
+  });
   pre_forward(state, inputs);
-  c10::SmallVector<c10::TensorImpl*, 8> given;
-  for (const at::Tensor* tensor : inputs) {
-    given.push_back(tensor->unsafeGetTensorImpl());
+  size_t next = 0;
+  for (HookedTensors& own : before) {
+    for (size_t i = 0; i < own.given.size(); ++i) {
+      own.seen.push_back(inputs[next++]->unsafeGetTensorImpl());
+    }
   }
   const auto run = [&]() -> decltype(auto) {
     return std::apply(
@@ -126,22 +153,15 @@ auto call_with_hooks(ModuleState& state, Forward&& forward, Args&&... args) {
   };
   using Result = std::remove_cvref_t<decltype(run())>;
   const auto hand_back = [&] {
-    size_t position = 0;
-    std::apply(
-        [&](auto&... each) {
-          (
-              [&] {
-                if constexpr (std::is_lvalue_reference_v<Args> && !std::is_const_v<std::remove_reference_t<Args>>) {
-                  return_if_assigned(args, each, inputs, given, position);
-                } else {
-                  TensorPointers skipped;
-                  collect_tensors(each, skipped);
-                  position += skipped.size();
-                }
-              }(),
-              ...);
-        },
-        held);
+    [[maybe_unused]] size_t index = 0;
+    [[maybe_unused]] const auto one = [&]<class Arg>(std::type_identity<Arg>, [[maybe_unused]] auto& given,
+                                                     [[maybe_unused]] auto& each) {
+      [[maybe_unused]] const HookedTensors& own = before[index++];
+      if constexpr (std::is_lvalue_reference_v<Arg> && !std::is_const_v<std::remove_reference_t<Arg>>) {
+        return_if_assigned(given, each, own);
+      }
+    };
+    std::apply([&](auto&... each) { (one(std::type_identity<Args>{}, args, each), ...); }, held);
   };
   try {
     if constexpr (std::is_void_v<Result>) {

@@ -107,7 +107,7 @@ void FSDPParam::to_unsharded() {
   unsharded_ = true;
   if (const Tensor alive = param(); alive.defined()) {
     alive.unsafeGetTensorImpl()->shallow_copy_from(whole_.getIntrusivePtr());
-    whole_version_ = alive._version();
+    known_version_ = alive._version();
   }
 }
 
@@ -121,9 +121,15 @@ void FSDPParam::check_unsharded() const {
   FSDP2_CHECK(same_data, kUsage, "[fsdp] the data of parameter ", fqn_, " was replaced while it was unsharded (now ",
               alive.scalar_type(), " ", alive.sizes(), " on ", alive.device(),
               "), e.g. by module->to(): the change would be lost. Call reshard() on its module first, then convert");
-  FSDP2_CHECK(alive._version() == whole_version_, kUsage, "[fsdp] parameter ", fqn_,
+  FSDP2_CHECK(alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
               " was written in place while it was unsharded: the write would be lost. Call reshard() on its module "
               "first, then write into the sharded parameter");
+}
+
+void FSDPParam::check_gathered() const {
+  FSDP2_CHECK(!foreign_local() && local()._version() == known_version_, kUsage, "[fsdp] sharded parameter ", fqn_,
+              " was written while its gather was under way, so the gathered values are old: wait for the gather, or call "
+              "reshard() on its module, before the write");
 }
 
 void FSDPParam::to_sharded() {

@@ -58,6 +58,10 @@ class FSDPParam {
   void check_unsharded() const;
   void to_sharded();
 
+  /// A gather reads the shard from now on; throws kUsage in check_gathered() where it was written or replaced since.
+  void expect_no_write() { known_version_ = local()._version(); }
+  void check_gathered() const;
+
   void expect_write() { unwritten_version_ = local()._version(); }
   void mark_written() { unwritten_version_.reset(); }
   /// Materialised, and nobody has said yet that it has values. The same on every rank.
@@ -78,7 +82,7 @@ class FSDPParam {
   Tensor whole_;    // plain: the data of the parameter while unsharded
   bool whole_is_shard_ = false;
   bool unsharded_ = false;
-  uint32_t whole_version_ = 0;  // of the parameter when it became whole
+  uint32_t known_version_ = 0;  // of the shard when its gather started, then of the parameter when it became whole
   std::optional<uint32_t> unwritten_version_;
 };
 

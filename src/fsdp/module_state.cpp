@@ -96,7 +96,7 @@ void ModuleState::check_ranks_agree() const {
     }
     for (const FSDPParam& param : state->group->params()) {
       text->second += c10::str(param.fqn(), " ", at::IntArrayRef(param.sizes()), " ", param.orig_dtype(),
-                               param.requires_grad() ? " trainable" : " frozen", " in ", state->label_,
+                               param.requires_grad() ? " trainable" : " frozen", " in ", state->module()->name(),
                                state->reshard_after_forward_ ? "" : ", kept after forward", "\n");
     }
   }
@@ -152,7 +152,8 @@ void ModuleState::pre_forward(const TensorPointers& inputs) {
 
 void ModuleState::post_forward(const TensorPointers& outputs) {
   const bool outermost = --depth_ == 0;
-  if (outermost && context->iteration_root == this) {
+  const bool ends_iteration = outermost && context->iteration_root == this;
+  if (ends_iteration) {
     context->iteration_root = nullptr;  // also where something below throws
   }
   if (outermost) {
@@ -164,6 +165,9 @@ void ModuleState::post_forward(const TensorPointers& outputs) {
     if (group && has_backward) {
       context->record_forward(group);
     }
+  }
+  if (ends_iteration && is_root_) {
+    context->drop_pending_gathers();
   }
   if (policy_.output_dtype) {
     for (at::Tensor* tensor : outputs) {

@@ -180,6 +180,9 @@ void ParamGroup::unshard() {
     check_ready();
   }
   state_ = DataState::kGathering;
+  for (FSDPParam& param : params_) {
+    param.expect_no_write();
+  }
   try {
     for (GatherBucket& bucket : gathers_) {
       start_gather(bucket);
@@ -223,6 +226,14 @@ void ParamGroup::wait_for_unshard() {
   }
   unshard();
   const PlainWork plain;
+  try {
+    for (const FSDPParam& param : params_) {
+      param.check_gathered();
+    }
+  } catch (...) {
+    reshard();
+    throw;
+  }
   try {
     for (GatherBucket& bucket : gathers_) {
       finish_gather(bucket);

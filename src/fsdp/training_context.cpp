@@ -54,10 +54,19 @@ void TrainingContext::finish_backward() {
       state->group->post_backward(true);
     }
   }
+  drop_pending_gathers();
   if (is_last_backward) {
     finish_reduction();
   }
   clear_forward_order();
+}
+
+void TrainingContext::drop_pending_gathers() {
+  for (const auto& weak : states) {
+    if (const auto state = weak.lock(); state && state->group && state->group->unshard_pending()) {
+      state->group->reshard();
+    }
+  }
 }
 
 void TrainingContext::recover_if_interrupted() {

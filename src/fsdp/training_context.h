@@ -25,6 +25,8 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
 
   /// Called by every hook in backward; the first one of a backward queues finish_backward for its end.
   void enter_backward();
+  /// Frees what was gathered ahead and not used after all: an optimizer step would leave it with old values.
+  void drop_pending_gathers();
   /// Outside backward, clears what a backward that threw left behind.
   void recover_if_interrupted();
 

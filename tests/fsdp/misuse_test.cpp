@@ -73,6 +73,36 @@ RANKS_TEST(Misuse, WriteWhileUnshardedIsNamedAtTheNextTransition, 2) {
   EXPECT_FSDP2_ERROR(handle.reshard(), kUsage, "weight was written in place while it was unsharded");
 }
 
+RANKS_TEST(Misuse, WriteWhileAGatherIsUnderWayIsNamed, 2) {
+  Linear layer = linear(2, 2);
+  auto handle = fsdp2::fully_shard(layer);
+  handle.unshard_async();
+  { torch::NoGradGuard no_grad; layer->weight.fill_(7); }
+  EXPECT_FSDP2_ERROR(layer(torch::ones({1, 2})), kUsage, "weight was written while its gather was under way");
+  EXPECT_EQ(layer(torch::ones({1, 2})).sum().item<double>(), 28);
+}
+
+// Block 2 is gathered ahead and then left out; the step after must not leave it with old values.
+RANKS_TEST(Misuse, AGatherAheadThatNobodyUsedIsDropped, 2) {
+  Net net(3);
+  shard(net);
+  fsdp2::fsdp_module(net->blocks[0]).set_modules_to_forward_prefetch({fsdp2::fsdp_module(net->blocks[2])});
+  const Tensor tokens = torch::arange(4).view({1, 4});
+  torch::NoGradGuard no_grad;
+  const std::vector<Block> all = net->blocks;
+  net->blocks.pop_back();
+  net(tokens);
+  net->blocks = all;
+  fsdp2::fsdp_module(net).reshard();
+  for (Tensor& param : net->parameters()) param.fill_(0.5);
+  const Tensor out = net(tokens);
+  fsdp2::fsdp_module(net).reshard();
+  EXPECT_TRUE(torch::equal(out, net(tokens)));
+  Net plain(3);
+  for (Tensor& param : plain->parameters()) param.fill_(0.5);
+  EXPECT_LT(max_difference(out, plain->forward(tokens)), 1e-5);
+}
+
 RANKS_TEST(Misuse, AnOptimizerStepOnWholeParametersSaysReshard, 2) {
   Linear layer = linear(2, 2);
   auto handle = fsdp2::fully_shard(layer);

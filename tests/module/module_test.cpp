@@ -115,6 +115,34 @@ RANKS_TEST(Hooks, ArgumentsByReferenceComeBack, 2) {
   EXPECT_EQ(state.item<double>(), 2);
 }
 
+struct CountingImpl : torch::nn::Module {
+  CountingImpl() { weight = register_parameter("weight", torch::ones({1})); }
+  Tensor forward(const Tensor& x, int& calls, std::vector<Tensor>& cache, data::Batch& batch) {
+    ++calls;
+    cache.pop_back();
+    ++batch.step;
+    return x * weight;
+  }
+  Tensor weight;
+};
+FSDP2_MODULE(Counting);
+
+// Whatever forward writes to: a number, the length of a list, a field without tensors.
+RANKS_TEST(Hooks, EveryKindOfArgumentByReferenceComesBack, 2) {
+  Counting module;
+  fsdp2::fully_shard(module, {.mp_policy = {.param_dtype = torch::kBFloat16}});
+  int calls = 0;
+  std::vector<Tensor> cache{torch::ones({1}), torch::ones({1})};
+  data::Batch batch{torch::ones({1}).requires_grad_(), std::nullopt, 0};
+  const Tensor first = cache[0], tokens = batch.tokens;
+  module(tokens, calls, cache, batch);
+  EXPECT_EQ(calls, 1);
+  ASSERT_EQ(cache.size(), 1);
+  EXPECT_TRUE(cache[0].is_same(first));  // not the cast that forward saw
+  EXPECT_EQ(batch.step, 1);
+  EXPECT_TRUE(batch.tokens.is_same(tokens));
+}
+
 RANKS_TEST(Hooks, AReturnedParameterOrInputIsNoTrap, 2) {
   struct PassImpl : torch::nn::Module {
     PassImpl() { weight = register_parameter("weight", torch::ones({2})); }
