@@ -75,7 +75,8 @@ class FSDP2_API FSDPModule {
 
   /// false: backward keeps unreduced gradients on this rank (gradient accumulation without communication).
   void set_requires_gradient_sync(bool requires_sync, bool recurse = true);
-  /// false: backward's end does not wait for this micro-batch's reductions. Of the whole tree.
+  /// false: more backwards follow for the forwards that ran, so their order is kept for gathering ahead. Of the whole
+  /// tree; set it to true before the last one.
   void set_is_last_backward(bool is_last);
   /// Also while training; an explicit value for the root wins over its default.
   void set_reshard_after_forward(bool reshard, bool recurse = true);

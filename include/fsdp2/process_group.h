@@ -46,7 +46,7 @@ FSDP2_API int get_local_rank();
 /// Throws kUsage before init_process_group.
 FSDP2_API ProcessGroup default_group();
 /// `ranks` are global ranks, in the order of the new group's ranks. Every rank of the default group
-/// calls it, with the same list; ranks outside get an empty pointer.
+/// calls it, with the same list; ranks outside get a group in which they have rank -1 and which operations refuse.
 FSDP2_API ProcessGroup new_group(const std::vector<int>& ranks);
 /// Global ranks of a group, in group order.
 FSDP2_API std::vector<int> get_process_group_ranks(const ProcessGroup& group = {});

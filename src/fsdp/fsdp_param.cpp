@@ -120,10 +120,11 @@ void FSDPParam::check_unsharded() const {
                          alive.scalar_type() == whole_.scalar_type() && alive.sizes() == whole_.sizes();
   FSDP2_CHECK(same_data, kUsage, "[fsdp] the data of parameter ", fqn_, " was replaced while it was unsharded (now ",
               alive.scalar_type(), " ", alive.sizes(), " on ", alive.device(),
-              "), e.g. by module->to(): the change would be lost. Call reshard() on its module first, then convert");
+              "), e.g. by module->to(): the change cannot be kept. Drop it with reset_iter_state() on the root; next time "
+              "call reshard() on its module first, then convert");
   FSDP2_CHECK(alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
-              " was written in place while it was unsharded: the write would be lost. Call reshard() on its module "
-              "first, then write into the sharded parameter");
+              " was written in place while it was unsharded: the write cannot be kept. Drop it with reset_iter_state() on "
+              "the root; next time call reshard() on its module first, then write into the sharded parameter");
 }
 
 void FSDPParam::check_gathered() const {

@@ -40,6 +40,8 @@ void ModuleState::become_root() {
                 " ran its forward before its root ", label_, " did, and so was taken for a root itself; run the forward "
                 "of the outermost module first");
   }
+  check_ranks_agree();
+  context->states.clear();
   for (const auto& state : states) {
     state->context = context;
     state->in_tree_ = true;
@@ -52,7 +54,6 @@ void ModuleState::become_root() {
   if (reshard_is_default_) {
     reshard_after_forward_ = false;  // backward needs the root's parameters first
   }
-  check_ranks_agree();
 }
 
 namespace {

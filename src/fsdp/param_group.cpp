@@ -425,6 +425,9 @@ void ParamGroup::reduce_all() {
   }
   if (!gradients.empty()) {
     context->finish_reduction();
+    std::vector<size_t> indices;
+    for (const auto& [index, gradient] : gradients) indices.push_back(index);
+    context->note_reduction(shared_from_this(), std::move(indices));
     context->set_reduction(std::make_unique<GradientReduction>(shared_from_this(), std::move(gradients)));
   }
 }

@@ -1,12 +1,17 @@
 #include "fsdp/training_context.h"
 
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <mutex>
 
+#include <fsdp2/error.h>
 #include <fsdp2/log.h>
 
+#include "fsdp/debug_level.h"
 #include "fsdp/gradient_reduction.h"
 #include "fsdp/module_state.h"
 #include "fsdp/param_group.h"
@@ -48,17 +53,62 @@ void TrainingContext::warn_of_second_root(int graph_task) const {
 }
 
 void TrainingContext::finish_backward() {
-  graph_task_ = -1;
   for (const auto& weak : states) {
     if (const auto state = weak.lock(); state && state->group) {
       state->group->post_backward(true);
     }
   }
   drop_pending_gathers();
+  finish_reduction();
+  check_reductions_agree();
   if (is_last_backward) {
-    finish_reduction();
+    clear_forward_order();
   }
-  clear_forward_order();
+  graph_task_ = -1;  // last: a backward that threw is cleared up by the next forward
+}
+
+void TrainingContext::note_reduction(const std::shared_ptr<ParamGroup>& group, std::vector<size_t> params) {
+  reduced_.emplace_back(group, std::move(params));
+}
+
+// Ranks that used different parameters of a group would add the gradients of one to another's wherever the sizes
+// happen to agree. One small exchange a backward tells.
+void TrainingContext::check_reductions_agree() {
+  const auto reduced = std::move(reduced_);
+  reduced_.clear();
+  const int level = debug_level();
+  if (reduced.empty() || level == 0 || (level < 0 && !reduced.front().first->params().front().device().is_cpu())) {
+    return;
+  }
+  const ProcessGroup over = reduced.front().first->mesh().get_group(0);
+  const int64_t size = over->getSize();
+  if (size == 1) {
+    return;
+  }
+  uint64_t hash = 0x9e3779b97f4a7c15;
+  const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0xff51afd7ed558ccd + (hash >> 29); };
+  for (const auto& [group, params] : reduced) {
+    mix(std::hash<std::string>()(group->label()));
+    for (const size_t index : params) mix(index + 1);
+  }
+  const c10::InferenceMode normal_tensors(false);
+  const at::NoGradGuard no_grad;
+  const auto options = at::TensorOptions(at::kLong).device(reduced.front().first->params().front().device());
+  at::Tensor mine = at::full({1}, static_cast<int64_t>(hash), options), all = at::empty({size}, options);
+  all_gather(all, mine, over, {"the check that ranks reduced the same gradients"}).wait();
+  if (all.eq(mine).all().item<bool>()) {
+    return;
+  }
+  std::string names;
+  for (const auto& [group, params] : reduced) {
+    for (const size_t index : params) names += (names.empty() ? "" : ", ") + group->params()[index].fqn();
+  }
+  const std::vector<std::string> of_ranks = all_gather_strings(names, over);
+  size_t other = 1;
+  while (other + 1 < of_ranks.size() && of_ranks[other] == of_ranks[0]) ++other;
+  FSDP2_THROW(kUsage, "[fsdp] ranks reduced gradients of different parameters in one backward, so the gradients are "
+              "wrong: rank 0 of the mesh those of ", of_ranks[0], "; rank ", other, " those of ", of_ranks[other],
+              ". Every rank must use the same parameters in each step; call zero_grad() and mend the forward");
 }
 
 void TrainingContext::drop_pending_gathers() {
@@ -113,6 +163,7 @@ void TrainingContext::finish_reduction() {
 
 void TrainingContext::reset() {
   graph_task_ = -1;
+  reduced_.clear();
   iteration_root = nullptr;
   reduction_.reset();
   clear_forward_order();

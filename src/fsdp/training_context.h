@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fsdp2::detail {
@@ -35,6 +36,8 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   std::shared_ptr<ParamGroup> forward_before(size_t position) const;
   void clear_forward_order();
 
+  /// Of these parameters (indices in the group), before their reduction starts.
+  void note_reduction(const std::shared_ptr<ParamGroup>& group, std::vector<size_t> params);
   /// At most one reduction is in flight: finish the older one before starting the next.
   void set_reduction(std::unique_ptr<GradientReduction> reduction);
   void finish_reduction();
@@ -42,12 +45,14 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
 
  private:
   void finish_backward();
+  void check_reductions_agree();
   void warn_of_second_root(int graph_task) const;
 
   std::string label_;
   int graph_task_ = -1;  // autograd's number of the backward under way
   std::vector<std::weak_ptr<ParamGroup>> forward_order_;
   std::unique_ptr<GradientReduction> reduction_;
+  std::vector<std::pair<std::shared_ptr<ParamGroup>, std::vector<size_t>>> reduced_;  // in this backward
 };
 
 }  // namespace fsdp2::detail

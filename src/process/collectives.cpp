@@ -61,6 +61,8 @@ const char* to_string(CollectiveOp op) noexcept {
 
 const ProcessGroup& group_or_default(const ProcessGroup& group) {
   if (group.defined()) {
+    FSDP2_CHECK(group->getRank() >= 0, kUsage, "[process_group] this rank is not in the group of ", group->getSize(),
+                " ranks that it was asked to take part in; only members call collectives on a group");
     return group;
   }
   static thread_local ProcessGroup held;

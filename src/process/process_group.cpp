@@ -226,11 +226,13 @@ ProcessGroup new_group(const std::vector<int>& ranks) {
               "[process_group] new_group got ranks ", c10::Join(", ", ranks), "; each rank may occur once");
   const std::string name = c10::str("group", current.groups_made++);
   const auto position = std::find(ranks.begin(), ranks.end(), current.rank);
-  if (position == ranks.end()) {
-    return {};
-  }
-  ProcessGroup group = detail::make_group(current, name, static_cast<int>(position - ranks.begin()),
-                                          static_cast<int>(ranks.size()));
+  // An outsider gets a group without a rank, which every operation refuses: an empty one would mean the default group.
+  ProcessGroup group = position == ranks.end()
+                           ? c10::make_intrusive<c10d::ProcessGroup>(
+                                 c10::make_intrusive<c10d::PrefixStore>(name, current.store), -1,
+                                 static_cast<int>(ranks.size()))
+                           : detail::make_group(current, name, static_cast<int>(position - ranks.begin()),
+                                                static_cast<int>(ranks.size()));
   current.ranks_of.emplace(group.get(), ranks);
   return group;
 }
@@ -249,6 +251,12 @@ void check_plain(const Tensor& tensor, const char* operation) {
               " needs a plain, defined tensor; for a DTensor use redistribute(), full_tensor() or to_local()");
   FSDP2_CHECK(tensor.layout() == at::kStrided, kInvalidArgument, "[process_group] ", operation,
               " needs a dense tensor; got layout ", tensor.layout());
+}
+
+void check_can_average(bool average, const Tensor& tensor, const char* operation) {
+  FSDP2_CHECK(!average || tensor.is_floating_point() || tensor.is_complex(), kInvalidArgument, "[process_group] ",
+              operation, " with ReduceOp::AVG got ", tensor.scalar_type(),
+              "; an average needs a floating-point dtype: use ReduceOp::SUM, or convert first");
 }
 
 /// Runs `body` on a contiguous tensor and copies the result back where `tensor` is not.
@@ -280,6 +288,7 @@ void all_reduce(Tensor& tensor, ReduceOp op, const ProcessGroup& group) {
   check_plain(tensor, "all_reduce");
   const ProcessGroup& over = detail::group_or_default(group);
   const bool average = op.op_ == ReduceOp::AVG;  // backends disagree on AVG: divide here
+  check_can_average(average, tensor, "all_reduce");
   with_contiguous(tensor, [&](Tensor& dense) {
     detail::all_reduce(dense, average ? ReduceOp(ReduceOp::SUM) : op, over).wait();
     if (average) {
@@ -316,6 +325,7 @@ void reduce_scatter_tensor(Tensor& out, const Tensor& in, ReduceOp op, const Pro
   check_ratio(in, out, over->getSize(), "reduce_scatter_tensor");
   const Tensor dense_in = in.detach().contiguous();
   const bool average = op.op_ == ReduceOp::AVG;
+  check_can_average(average, out, "reduce_scatter_tensor");
   with_contiguous(out, [&](Tensor& dense) {
     detail::reduce_scatter(dense, dense_in, average ? ReduceOp(ReduceOp::SUM) : op, over).wait();
     if (average) {

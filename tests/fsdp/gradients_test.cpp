@@ -191,6 +191,20 @@ RANKS_TEST(Accumulation, KeepsUnreducedGradientsInReduceDtype, 2) {
   EXPECT_EQ(whole(layer->weight.grad()).item<float>(), 258);
 }
 
+RANKS_TEST(Gradients, AreThereAfterABackwardThatIsNotTheLast, 2) {
+  Pair pair = make_pair();
+  auto root = fsdp2::fsdp_module(pair.net);
+  for (const bool last : {false, true}) {
+    root.set_is_last_backward(last);
+    const Batch batch = next_batch(rank);
+    loss_of(pair.net, batch.mine).backward();
+    loss_of(pair.whole_net, batch.all).backward();
+    expect_equal_gradients(pair, last ? "last" : "not the last");
+    pair.net->zero_grad();
+    pair.whole_net->zero_grad();
+  }
+}
+
 RANKS_TEST(Gradients, DoubleBackwardAccumulates, 2) {
   Pair pair = make_pair();
   const Batch batch = next_batch(rank);

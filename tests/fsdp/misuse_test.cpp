@@ -268,6 +268,24 @@ RANKS_TEST(Misuse, RanksWithDifferentModelsAreTold, 2) {
   EXPECT_FSDP2_ERROR(layer(torch::ones({1, 2})), kInvalidArgument, "ranks built different sharded models");
 }
 
+RANKS_TEST(Misuse, RanksThatUsedDifferentParametersAreTold, 2) {
+  struct ChoiceImpl : torch::nn::Module {
+    ChoiceImpl() {
+      a = register_module("a", linear(2, 2));
+      b = register_module("b", linear(2, 2));
+    }
+    Tensor forward(const Tensor& x, bool first) { return first ? a(x) : b(x); }
+    Linear a{nullptr}, b{nullptr};
+  };
+  auto model = std::make_shared<ChoiceImpl>();
+  fsdp2::fully_shard(model);
+  const Tensor x = torch::ones({1, 2});
+  EXPECT_FSDP2_ERROR(fsdp2::call(model, x, rank == 0).sum().backward(), kUsage, "rank 0 of the mesh those of a.weight");
+  model->zero_grad();
+  EXPECT_NO_THROW(fsdp2::call(model, x, true).sum().backward());
+  EXPECT_EQ(max_difference(whole(model->a->weight.grad()), torch::ones({2, 2})), 0);
+}
+
 RANKS_TEST(Misuse, BackwardOverTwoRootsIsSaidOnce, 2) {
   std::vector<std::string> lines;
   fsdp2::set_log_sink([&](fsdp2::LogLevel, const std::string& text) { lines.push_back(text); });

@@ -136,14 +136,19 @@ RANKS_TEST(ProcessGroup, WrongTensorsAreNamed, 2) {
   EXPECT_FSDP2_ERROR(fsdp2::all_gather_into_tensor(out, in), kInvalidArgument, "expected 4 elements");
   Tensor nothing;
   EXPECT_FSDP2_ERROR(fsdp2::all_reduce(nothing), kInvalidArgument, "all_reduce");
+  Tensor whole_numbers = torch::ones({2}, torch::kLong);
+  EXPECT_FSDP2_ERROR(fsdp2::all_reduce(whole_numbers, fsdp2::ReduceOp::AVG), kInvalidArgument, "AVG");
   EXPECT_FSDP2_ERROR(fsdp2::new_group({0, 0}), kInvalidArgument, "each rank may occur once");
   EXPECT_FSDP2_ERROR(fsdp2::new_group({2}), kInvalidArgument, "allowed are 0 to 1");
 }
 
 RANKS_TEST(ProcessGroup, SubGroupsHoldTheirRanks, 3) {
   const fsdp2::ProcessGroup pair = fsdp2::new_group({2, 0});
-  EXPECT_EQ(pair.defined(), rank != 1);
-  if (rank == 1) return;
+  if (rank == 1) {
+    EXPECT_EQ(fsdp2::get_rank(pair), -1);
+    EXPECT_FSDP2_ERROR(fsdp2::barrier(pair), kUsage, "not in the group");
+    return;
+  }
   EXPECT_EQ(fsdp2::get_rank(pair), rank == 2 ? 0 : 1);
   Tensor x = torch::full({1}, rank + 0.0);
   fsdp2::broadcast(x, 2, pair);
