@@ -26,6 +26,8 @@ mount -t proc proc "$root/proc"
 mount --rbind --make-rslave /dev "$root/dev"
 mount -t tmpfs tmpfs "$root/tmp"
 cp -L /etc/resolv.conf "$root/etc/resolv.conf"
+# As an installed system has it; without it every look-up of the own name waits for a name server.
+echo "127.0.0.1 localhost $(hostname)" > "$root/etc/hosts"
 
 for folder in ${BIND:-}; do
   mkdir -p "$root$folder"

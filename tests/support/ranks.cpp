@@ -31,9 +31,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kGraceAfterFailure = std::chrono::seconds(5);
 constexpr size_t kMaxOutputBytes = 1 << 20;
 
-[[noreturn]] void throw_errno(const char* call) {
-  throw std::system_error(errno, std::generic_category(), call);
-}
+[[noreturn]] void throw_errno(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
 
 // A started child with the read end of the pipe that carries its stdout and stderr.
 struct Child {
@@ -213,13 +211,12 @@ std::string script_path(const std::string& script) {
   return std::filesystem::path(script).is_absolute() ? script : test_file(script);
 }
 
-const std::vector<std::string> kPythonEnvironment = {"OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo",
-                                                     "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"};
+const std::vector<std::string> kPythonEnvironment = {"OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo", "PYTHONUNBUFFERED=1",
+                                                     "PYTHONDONTWRITEBYTECODE=1"};
 
 }  // namespace
 
-::testing::AssertionResult run_ranks(int num_ranks, const std::function<void(int rank)>& body,
-                                     RanksOptions options) {
+::testing::AssertionResult run_ranks(int num_ranks, const std::function<void(int rank)>& body, RanksOptions options) {
   // A thread does not survive fork, but the locks that it holds do.
   if (num_threads() != 1) {
     return ::testing::AssertionFailure() << "run_ranks in a process with " << num_threads()
@@ -280,8 +277,9 @@ ProcessResult run_process(const std::vector<std::string>& argv, const std::vecto
 
 ProcessResult run_python_ranks(int num_ranks, const std::string& script, const std::vector<std::string>& args,
                                std::chrono::seconds timeout) {
-  std::vector<std::string> argv = {python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                                   std::to_string(num_ranks), script_path(script)};
+  std::vector<std::string> argv = {python(),           "-m",        "torch.distributed.run", "--standalone",
+                                   "--local-addr",     "127.0.0.1", "--nproc-per-node",      std::to_string(num_ranks),
+                                   script_path(script)};
   argv.insert(argv.end(), args.begin(), args.end());
   return run_process(argv, kPythonEnvironment, timeout);
 }
