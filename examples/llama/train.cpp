@@ -1,9 +1,8 @@
 // Trains the Llama-style decoder on any text, with checkpoints that resume on any number of
 // processes.
 //
-//   fsdp2 run --nproc-per-node 2 llama_train --text /usr/include --steps 200 --save-at 100
-//   --checkpoint /tmp/ckpt fsdp2 run --nproc-per-node 4 llama_train --text /usr/include --steps 200
-//   --resume /tmp/ckpt
+//   fsdp2 run --nproc-per-node 2 llama_train --text FOLDER --steps 200 --save-at 100 --checkpoint CHECKPOINT
+//   fsdp2 run --nproc-per-node 4 llama_train --text FOLDER --steps 200 --resume CHECKPOINT
 
 #include <fsdp2/fsdp2.h>
 #include <torch/torch.h>

@@ -2,12 +2,11 @@
 
 #include <ATen/Functions.h>
 #include <fsdp2/error.h>
-#include <fsdp2/fully_shard.h>
 
 #include "dcp/geometry.h"
 #include "dcp/local_parts.h"
 #include "fsdp/ignored_params.h"
-#include "fsdp/module_state.h"
+#include "fsdp/reshard_all.h"
 #include "module/buffers.h"
 #include "module/written.h"
 #include "tensor/dtensor_spec.h"
@@ -41,7 +40,7 @@ at::Tensor window(at::Tensor whole, const Chunk& box) {
 }  // namespace
 
 std::vector<NamedTensor> state_tensors(torch::nn::Module& module) {
-  for (const auto& state : fsdp2::detail::states_under(module)) FSDPModule(state).reshard();
+  fsdp2::detail::reshard_all(module);
   std::vector<NamedTensor> result;
   collect(module, "", result);
   return result;

@@ -437,8 +437,6 @@ void ParamGroup::synchronize_gradients() {
   context->finish_reduction();
 }
 
-bool ParamGroup::has_pending_gradients() { return !pending_gradients().empty(); }
-
 std::vector<Tensor> ParamGroup::pending_gradients() {
   std::vector<Tensor> found;
   for (FSDPParam& param : params_) {

@@ -72,7 +72,6 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void post_backward(bool at_end);
   /// Reduces what is pending, outside backward.
   void synchronize_gradients();
-  bool has_pending_gradients();
   std::vector<Tensor> pending_gradients();
   /// After an exception.
   void reset();
