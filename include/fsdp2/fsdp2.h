@@ -14,6 +14,7 @@
 #include <fsdp2/module.h>
 #include <fsdp2/policy.h>
 #include <fsdp2/process_group.h>
+#include <fsdp2/sequential.h>
 #include <fsdp2/tensor/dtensor.h>
 #include <fsdp2/tensor/placement.h>
 #include <fsdp2/version.h>

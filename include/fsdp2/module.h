@@ -54,10 +54,10 @@ using TensorPointers = c10::SmallVector<at::Tensor*, 8>;
 /// Null for a module without hooks.
 FSDP2_API ModuleState* find_state(const torch::nn::Module& module);
 /// Runs around one forward of a module with hooks; the pointers are to the tensors among its inputs and outputs.
-FSDP2_API void pre_forward(ModuleState& state, const TensorPointers& inputs);
-FSDP2_API void post_forward(ModuleState& state, const TensorPointers& outputs);
+FSDP2_API void pre_forward(ModuleState& state, const torch::nn::Module& module, const TensorPointers& inputs);
+FSDP2_API void post_forward(ModuleState& state, const torch::nn::Module& module, const TensorPointers& outputs);
 /// Instead of post_forward when forward threw.
-FSDP2_API void abandon_forward(ModuleState& state) noexcept;
+FSDP2_API void abandon_forward(ModuleState& state, const torch::nn::Module& module) noexcept;
 
 FSDP2_API void register_reset(std::type_index type, void (*reset)(torch::nn::Module&));
 
@@ -83,6 +83,15 @@ auto& module_of(M&& module) {
     return *module;  // a holder or a smart pointer
   }
 }
+
+/// How call() runs a module. Containers that call other modules have their own (sequential.h).
+template <class Impl>
+struct ForwardOf {
+  template <class Self, class... Args>
+  static decltype(auto) run(Self& impl, Args&&... args) {
+    return impl.forward(std::forward<Args>(args)...);
+  }
+};
 
 /// A module's argument while hooks look at it: a copy (tensors are handles), so that hooks may replace tensors. What
 /// holds no tensors and was passed as an lvalue is passed on as it is: forward may write to it.
@@ -120,7 +129,7 @@ void return_if_assigned(Given& given, Held& held, const HookedTensors& before) {
 
 /// Runs `forward(arguments...)` between the hooks of `state`.
 template <class Forward, class... Args>
-auto call_with_hooks(ModuleState& state, Forward&& forward, Args&&... args) {
+auto call_with_hooks(ModuleState& state, const torch::nn::Module& module, Forward&& forward, Args&&... args) {
   std::tuple<HeldArgument<Args>...> held(std::forward<Args>(args)...);
   std::array<HookedTensors, sizeof...(Args)> before;
   const auto for_each_held = [&]([[maybe_unused]] auto&& look) {
@@ -136,7 +145,7 @@ auto call_with_hooks(ModuleState& state, Forward&& forward, Args&&... args) {
       inputs.push_back(tensor);
     }
   });
-  pre_forward(state, inputs);
+  pre_forward(state, module, inputs);
   size_t next = 0;
   for (HookedTensors& own : before) {
     for (size_t i = 0; i < own.given.size(); ++i) {
@@ -167,17 +176,17 @@ auto call_with_hooks(ModuleState& state, Forward&& forward, Args&&... args) {
     if constexpr (std::is_void_v<Result>) {
       run();
       hand_back();
-      post_forward(state, TensorPointers{});
+      post_forward(state, module, TensorPointers{});
     } else {
       Result result = run();
       hand_back();
       TensorPointers outputs;
       collect_tensors(result, outputs);
-      post_forward(state, outputs);
+      post_forward(state, module, outputs);
       return result;
     }
   } catch (...) {
-    abandon_forward(state);
+    abandon_forward(state, module);
     throw;
   }
 }
@@ -189,12 +198,14 @@ auto call_with_hooks(ModuleState& state, Forward&& forward, Args&&... args) {
 template <class M, class... Args>
 auto call(M&& module, Args&&... args) {
   auto& impl = detail::module_of(module);
+  using Forward = detail::ForwardOf<std::remove_cvref_t<decltype(impl)>>;
   if (detail::ModuleState* state = detail::find_state(impl)) {
     return detail::call_with_hooks(
-        *state, [&impl](auto&&... each) -> decltype(auto) { return impl.forward(std::forward<decltype(each)>(each)...); },
+        *state, impl,
+        [&impl](auto&&... each) -> decltype(auto) { return Forward::run(impl, std::forward<decltype(each)>(each)...); },
         std::forward<Args>(args)...);
   }
-  return impl.forward(std::forward<Args>(args)...);
+  return Forward::run(impl, std::forward<Args>(args)...);
 }
 
 /// Any other member function as an entry, e.g. call_method(model, &LlamaImpl::encode, tokens).
@@ -203,7 +214,7 @@ auto call_method(M&& module, F C::*method, Args&&... args) {
   auto& impl = detail::module_of(module);
   if (detail::ModuleState* state = detail::find_state(impl)) {
     return detail::call_with_hooks(
-        *state,
+        *state, impl,
         [&impl, method](auto&&... each) -> decltype(auto) { return (impl.*method)(std::forward<decltype(each)>(each)...); },
         std::forward<Args>(args)...);
   }

@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "fsdp/module_state.h"
-#include "fsdp/param_group.h"
 #include "torch_compat.h"
 
 namespace fsdp2::detail {
@@ -20,18 +19,18 @@ using torch::autograd::variable_list;
 /// Identity over the module's inputs. Autograd runs AccumulateGrad nodes first whenever they are ready, so when this
 /// one runs, the gradients of the parameters are there.
 struct PostBackward : torch::autograd::Node {
-  PostBackward(torch::autograd::edge_list&& edges, std::weak_ptr<ParamGroup> group)
-      : Node(std::move(edges)), group_(std::move(group)) {}
+  PostBackward(torch::autograd::edge_list&& edges, std::weak_ptr<ModuleState> state)
+      : Node(std::move(edges)), state_(std::move(state)) {}
   variable_list apply(variable_list&& gradients) override {
-    if (const auto group = group_.lock()) {
-      group->post_backward(false);
+    if (const auto state = state_.lock()) {
+      state->post_backward();
     }
     return std::move(gradients);
   }
   std::string name() const override { return "fsdp2::PostBackward"; }
 
  private:
-  std::weak_ptr<ParamGroup> group_;
+  std::weak_ptr<ModuleState> state_;
 };
 
 struct PreBackward : torch::autograd::FunctionPreHook {
@@ -47,15 +46,16 @@ struct PreBackward : torch::autograd::FunctionPreHook {
   std::weak_ptr<ModuleState> state_;
 };
 
+bool takes_part(const at::Tensor* tensor) {
+  return tensor->defined() && tensor->requires_grad() && !is_marked(*tensor);
+}
+
 }  // namespace
 
-void attach_post_backward(const TensorPointers& inputs, const std::shared_ptr<ParamGroup>& group) {
+void attach_post_backward(const TensorPointers& inputs, const std::shared_ptr<ModuleState>& state) {
   if (!at::GradMode::is_enabled()) {
     return;
   }
-  const auto takes_part = [](const at::Tensor* tensor) {
-    return tensor->defined() && tensor->requires_grad() && !is_marked(*tensor);
-  };
   torch::autograd::edge_list edges;
   for (const at::Tensor* tensor : inputs) {
     if (takes_part(tensor)) {
@@ -65,7 +65,7 @@ void attach_post_backward(const TensorPointers& inputs, const std::shared_ptr<Pa
   if (edges.empty()) {
     return;
   }
-  const auto node = make_node<PostBackward>(std::move(edges), group);
+  const auto node = make_node<PostBackward>(std::move(edges), state);
   for (at::Tensor* tensor : inputs) {
     if (!takes_part(tensor)) {
       continue;
@@ -82,13 +82,17 @@ void attach_post_backward(const TensorPointers& inputs, const std::shared_ptr<Pa
   }
 }
 
-bool attach_pre_backward(const TensorPointers& outputs, const std::shared_ptr<ModuleState>& state) {
+bool will_run_backward(const TensorPointers& outputs) {
+  return at::GradMode::is_enabled() && std::any_of(outputs.begin(), outputs.end(), takes_part);
+}
+
+void attach_pre_backward(const TensorPointers& outputs, const std::shared_ptr<ModuleState>& state) {
   if (!at::GradMode::is_enabled()) {
-    return false;
+    return;
   }
   c10::SmallVector<torch::autograd::Node*, 4> hooked;
   for (at::Tensor* tensor : outputs) {
-    if (!tensor->defined() || !tensor->requires_grad() || is_marked(*tensor)) {
+    if (!takes_part(tensor)) {
       continue;
     }
     if (!tensor->grad_fn()) {
@@ -100,7 +104,6 @@ bool attach_pre_backward(const TensorPointers& outputs, const std::shared_ptr<Mo
       hooked.push_back(node);
     }
   }
-  return !hooked.empty();
 }
 
 }  // namespace fsdp2::detail

@@ -16,15 +16,23 @@ namespace fsdp2::detail {
 // The whole data lies over one storage per parameter, whose memory comes and goes: views that autograd saved alias
 // that storage and are valid again after the next gather.
 
-FSDPParam::FSDPParam(const Tensor& param, std::string fqn, const DeviceMesh& mesh)
-    : param_(param.getIntrusivePtr()), mesh_(mesh), sizes_(param.sizes().vec()) {
+FSDPParam::FSDPParam(const Tensor& param, std::string fqn, const DataParallelMesh& mesh, int64_t shard_dim)
+    : param_(param.getIntrusivePtr()),
+      mesh_(mesh.mesh),
+      placements_(sharded_placements(param, fqn, mesh, shard_dim)),
+      sizes_(is_marked(param) && mesh.full_mesh ? local_of(param).sizes().vec() : param.sizes().vec()),
+      global_sizes_(param.sizes().vec()),
+      shard_dim_(shard_dim),
+      parts_(mesh.shard_size),
+      own_part_(mesh.shard_rank) {
   set_fqn(std::move(fqn));
-  for (size_t dim = 1; dim < sizes_.size(); ++dim) {
-    row_numel_ *= sizes_[dim];
+  partial_sum_placements_ = placements_;
+  if (mesh.replicate_axis) partial_sum_placements_[*mesh.replicate_axis] = Partial{};
+  unreduced_placements_ = partial_sum_placements_;
+  if (mesh.shard_axis) unreduced_placements_[*mesh.shard_axis] = Partial{};
+  for (int64_t dim = 0; dim < static_cast<int64_t>(sizes_.size()); ++dim) {
+    (dim < shard_dim ? geometry_.outer : dim == shard_dim ? geometry_.rows : geometry_.inner) *= sizes_[dim];
   }
-  const int64_t size = mesh_.size(0);
-  padded_rows_ = (sizes_[0] + size - 1) / size;
-  own_rows_ = chunk_range(sizes_[0], size, mesh_.get_local_rank(0)).length;
 }
 
 Tensor FSDPParam::param() const {
@@ -47,25 +55,30 @@ void FSDPParam::set_fqn(std::string fqn) {
   }
 }
 
+Tensor FSDPParam::own_rows_of(const Tensor& whole) const {
+  const ChunkRange own = chunk_range(geometry_.rows, parts_, own_part_);
+  return whole.narrow(shard_dim_, own.offset, own.length);
+}
+
 Tensor FSDPParam::local_view_of(const Tensor& slot) const {
   std::vector<int64_t> shape = sizes_;
-  shape[0] = own_rows_;
+  shape[shard_dim_] = chunk_range(geometry_.rows, parts_, own_part_).length;
   // variable_data(): a version counter of its own, so that edits of one parameter are told from another's.
-  return slot.narrow(0, 0, own_rows_ * row_numel_).view(shape).variable_data();
+  return slot.narrow(0, 0, geometry_.outer * shape[shard_dim_] * geometry_.inner).view(shape).variable_data();
 }
 
 void FSDPParam::set_sharded(Tensor local) {
-  sharded_ = make_dtensor(std::move(local), mesh_, {Shard{0}}, sizes_, fqn_);
+  sharded_ = make_dtensor(std::move(local), mesh_, placements_, global_sizes_, fqn_);
   whole_ = Tensor();
   whole_is_shard_ = false;
-  if (const Tensor alive = param(); alive.defined() && !unsharded_) {
+  if (const Tensor alive = param(); alive.defined() && shown_ == Shown::kSharded) {
     alive.unsafeGetTensorImpl()->shallow_copy_from(sharded_.getIntrusivePtr());
   }
 }
 
 std::optional<Tensor> FSDPParam::foreign_local() const {
   const Tensor alive = param();
-  if (!alive.defined() || unsharded_) {
+  if (!alive.defined() || shown_ != Shown::kSharded) {
     return std::nullopt;
   }
   const DTensorSpec* spec = spec_of(alive);
@@ -84,10 +97,9 @@ std::optional<Tensor> FSDPParam::foreign_local() const {
   return spec->local;
 }
 
-const Tensor& FSDPParam::whole(at::ScalarType dtype) {
+const Tensor& FSDPParam::whole(at::ScalarType dtype, c10::Device device) {
   if (!whole_.defined() || whole_.scalar_type() != dtype || whole_is_shard_) {
-    whole_ = make_released(sizes_, at::TensorOptions(dtype).device(device()),
-                           freed_message_);
+    whole_ = make_released(sizes_, at::TensorOptions(dtype).device(device), freed_message_);
     whole_is_shard_ = false;
   }
   return whole_;
@@ -104,7 +116,8 @@ void FSDPParam::alias_whole_to_shard() {
 void FSDPParam::acquire_whole() { acquire_unsharded(whole_); }
 
 void FSDPParam::to_unsharded() {
-  unsharded_ = true;
+  shown_ = Shown::kWhole;
+  part_ = Tensor();
   if (const Tensor alive = param(); alive.defined()) {
     alive.unsafeGetTensorImpl()->shallow_copy_from(whole_.getIntrusivePtr());
     known_version_ = alive._version();
@@ -113,7 +126,7 @@ void FSDPParam::to_unsharded() {
 
 void FSDPParam::check_unsharded() const {
   const Tensor alive = param();
-  if (!unsharded_ || !alive.defined()) {
+  if (shown_ != Shown::kWhole || !alive.defined()) {
     return;
   }
   const bool same_data = !is_marked(alive) && alive.storage().unsafeGetStorageImpl() == whole_.storage().unsafeGetStorageImpl() &&
@@ -134,13 +147,37 @@ void FSDPParam::check_gathered() const {
 }
 
 void FSDPParam::to_sharded() {
-  unsharded_ = false;
+  const bool was_whole = shown_ == Shown::kWhole;
+  shown_ = Shown::kSharded;
+  part_ = Tensor();
   if (const Tensor alive = param(); alive.defined()) {
     alive.unsafeGetTensorImpl()->shallow_copy_from(sharded_.getIntrusivePtr());
   }
-  if (!whole_is_shard_) {
+  if (was_whole && !whole_is_shard_) {
     release_unsharded(whole_, freed_message_);
   }
+}
+
+void FSDPParam::to_part(Tensor rows, const DeviceMesh& mesh) {
+  part_ = make_dtensor(std::move(rows), mesh, {Replicate{}, Shard{0}}, sizes_, fqn_);
+  shown_ = Shown::kPart;
+  known_version_ = local_of(part_)._version();
+  if (const Tensor alive = param(); alive.defined()) {
+    alive.unsafeGetTensorImpl()->shallow_copy_from(part_.getIntrusivePtr());
+  }
+  release_unsharded(whole_, freed_message_);
+}
+
+void FSDPParam::check_part() const {
+  const Tensor alive = param();
+  if (shown_ != Shown::kPart || !alive.defined()) {
+    return;
+  }
+  const bool same = is_marked(alive) && local_of(alive).is_same(local_of(part_)) &&
+                    local_of(part_)._version() == known_version_;
+  FSDP2_CHECK(same, kUsage, "[fsdp] parameter ", fqn_, " was written or replaced between forward and backward, while "
+              "reshard_after_forward = ", spec_of(part_)->mesh.size(1), " keeps a temporary copy of it: the write cannot be kept. "
+              "Drop it with reset_iter_state() on the root; next time call reshard() on its module first");
 }
 
 bool FSDPParam::is_unwritten() const {

@@ -9,35 +9,42 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/data_parallel_mesh.h"
 #include "fsdp/gradient_slot.h"
+#include "fsdp/shard_copy.h"
 #include "tensor/dtensor_spec.h"
 
 namespace fsdp2::detail {
 
 class FSDPParam {
  public:
-  /// `param` is plain, contiguous, of at least one dimension. Cut over `mesh` (1-D) on dim 0.
-  FSDPParam(const Tensor& param, std::string fqn, const DeviceMesh& mesh);
+  /// `param` is plain and contiguous, or with dp_mesh_dims a DTensor; of at least one dimension. Cut on `shard_dim`.
+  FSDPParam(const Tensor& param, std::string fqn, const DataParallelMesh& mesh, int64_t shard_dim);
 
   /// The parameter itself; undefined once the module dropped it.
   Tensor param() const;
   const std::string& fqn() const { return fqn_; }
   void set_fqn(std::string fqn);
 
-  // Geometry, in elements of dim-0 chunks.
-  int64_t row_numel() const { return row_numel_; }
-  int64_t num_rows() const { return sizes_[0]; }
-  int64_t padded_rows() const { return padded_rows_; }
-  int64_t padded_numel() const { return padded_rows_ * row_numel_; }
+  const ShardGeometry& geometry() const { return geometry_; }
+  int64_t shard_dim() const { return shard_dim_; }
+  /// Elements of one rank's part, padding included.
+  int64_t padded_numel() const { return geometry_.padded_numel(parts_); }
+  /// Of the whole parameter as forward sees it.
   const std::vector<int64_t>& sizes() const { return sizes_; }
-  int64_t numel() const { return sizes_[0] * row_numel_; }
   bool requires_grad() const;
 
   at::ScalarType orig_dtype() const { return sharded_spec().local.scalar_type(); }
+  /// Where the shard lives.
   c10::Device device() const { return sharded_spec().local.device(); }
   const DTensorSpec& sharded_spec() const { return *spec_of(sharded_); }
   const Tensor& local() const { return sharded_spec().local; }
-  /// The local part of these rows as a view of `slot`, a flat buffer of padded_numel elements.
+  /// Of a whole gradient before any reduction, and of one that is summed over the shards only.
+  const std::vector<Placement>& unreduced_placements() const { return unreduced_placements_; }
+  const std::vector<Placement>& partial_sum_placements() const { return partial_sum_placements_; }
+  /// This rank's rows of `whole`, which has sizes().
+  Tensor own_rows_of(const Tensor& whole) const;
+  /// The local part as a view of `slot`, a flat buffer of padded_numel elements.
   Tensor local_view_of(const Tensor& slot) const;
 
   /// Makes `local` this rank's shard and the parameter a DTensor over it.
@@ -45,11 +52,9 @@ class FSDPParam {
   /// The data that a user put there since (module->to(), a load), where it is not ours; nullopt if it is.
   std::optional<Tensor> foreign_local() const;
 
-  bool is_unsharded() const { return unsharded_; }
-  /// The whole parameter's tensor in `dtype`, without memory until filled. Its object lives as long as this one.
-  const Tensor& whole(at::ScalarType dtype);
-  /// Whether the whole parameter is the shard's own memory (one rank, equal dtypes).
-  bool whole_is_shard() const { return whole_is_shard_; }
+  bool is_sharded() const { return shown_ == Shown::kSharded; }
+  /// The whole parameter's tensor, without memory until filled. Its object lives as long as this one.
+  const Tensor& whole(at::ScalarType dtype, c10::Device device);
   void alias_whole_to_shard();
   void acquire_whole();
   /// Shows the whole parameter to everybody who holds it.
@@ -57,6 +62,11 @@ class FSDPParam {
   /// Throws kUsage where the whole parameter was written or replaced since: the change would be lost.
   void check_unsharded() const;
   void to_sharded();
+
+  /// Frees the whole parameter and shows `rows`, this rank's part of it over the last axis of `mesh`, in its place.
+  void to_part(Tensor rows, const DeviceMesh& mesh);
+  /// Throws kUsage where the part was written or replaced since.
+  void check_part() const;
 
   /// A gather reads the shard from now on; throws kUsage in check_gathered() where it was written or replaced since.
   void expect_no_write() { known_version_ = local()._version(); }
@@ -72,17 +82,21 @@ class FSDPParam {
   GradientSlot gradient;
 
  private:
+  enum class Shown { kSharded, kPart, kWhole };
+
   c10::weak_intrusive_ptr<c10::TensorImpl> param_;
   std::string fqn_, freed_message_;
   DeviceMesh mesh_;
-  std::vector<int64_t> sizes_;
-  int64_t row_numel_ = 1, padded_rows_ = 0;
-  int64_t own_rows_ = 0;
+  std::vector<Placement> placements_, unreduced_placements_, partial_sum_placements_;
+  std::vector<int64_t> sizes_, global_sizes_;  // of the whole parameter here; of the DTensor
+  int64_t shard_dim_ = 0, parts_ = 1, own_part_ = 0;
+  ShardGeometry geometry_;
   Tensor sharded_;  // a DTensor: the data of the parameter while sharded
   Tensor whole_;    // plain: the data of the parameter while unsharded
+  Tensor part_;     // a DTensor: the data of the parameter between forward and backward with an integer reshard
   bool whole_is_shard_ = false;
-  bool unsharded_ = false;
-  uint32_t known_version_ = 0;  // of the shard when its gather started, then of the parameter when it became whole
+  Shown shown_ = Shown::kSharded;
+  uint32_t known_version_ = 0;  // of the shard when its gather started, then of what is shown
   std::optional<uint32_t> unwritten_version_;
 };
 

@@ -4,15 +4,18 @@
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include <algorithm>
 #include <atomic>
-#include <map>
 #include <unordered_map>
-#include <unordered_set>
 
 #include <fsdp2/error.h>
+#include <fsdp2/log.h>
 
 #include "fsdp/ignored_params.h"
+#include "fsdp/managed.h"
 #include "fsdp/module_state.h"
+#include "fsdp/tied_parameters.h"
+#include "process/mesh_groups.h"
 #include "process/world.h"
 
 namespace fsdp2 {
@@ -21,106 +24,15 @@ namespace detail {
 
 namespace {
 
-/// What one fully_shard call takes: parameters and buffers of the subtree that no nested call has taken.
-struct Managed {
+using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
+
+/// Parameters that share a mesh.
+struct MeshParams {
+  DataParallelMesh mesh;
   std::vector<ParamGroup::Named> params;
-  std::vector<std::pair<std::string, Tensor>> buffers;
 };
-
-class ManagedCollector {
- public:
-  explicit ManagedCollector(const std::vector<Tensor>& ignored) {
-    for (const Tensor& tensor : ignored) {
-      ignored_.insert(tensor.unsafeGetTensorImpl());
-    }
-  }
-
-  /// Depth first, children before a module's own parameters.
-  void visit(const torch::nn::Module& module, const std::string& prefix) {
-    if (!modules_.insert(&module).second) {
-      return;
-    }
-    for (const auto& child : module.named_children()) {
-      if (!state_of(*child.value())) {
-        visit(*child.value(), prefix + child.key() + ".");
-      }
-    }
-    for (const auto& named : module.named_parameters(/*recurse=*/false)) {
-      add(named.value(), prefix + named.key());
-    }
-    for (const auto& named : module.named_buffers(/*recurse=*/false)) {
-      if (named.value().defined() && tensors_.insert(named.value().unsafeGetTensorImpl()).second) {
-        managed.buffers.emplace_back(prefix + named.key(), named.value());
-      }
-    }
-  }
-
-  Managed managed;
-
- private:
-  void add(const Tensor& param, const std::string& fqn) {
-    if (!param.defined() || ignored_.count(param.unsafeGetTensorImpl()) != 0 ||
-        !tensors_.insert(param.unsafeGetTensorImpl()).second) {
-      return;
-    }
-    FSDP2_CHECK(!is_marked(param), kUnsupported, "[fsdp] parameter ", fqn, " is already distributed as ",
-                to_string(spec_of(param)->placements), " (named ", spec_of(param)->fqn,
-                " there): either it is tied to a parameter of a module that an earlier fully_shard call took, then "
-                "shard both users in one call on their common parent; or it was distributed by hand, which fully_shard does "
-                "not combine with in this version");
-    FSDP2_CHECK(param.dim() > 0, kInvalidArgument, "[fsdp] parameter ", fqn,
-                " has no dimensions and cannot be sharded; make it 1-dimensional (shape [1]), or pass it in "
-                "ignored_params");
-    FSDP2_CHECK(param.is_contiguous(), kInvalidArgument, "[fsdp] parameter ", fqn, " of shape ", param.sizes(),
-                " and strides ", param.strides(), " is not contiguous; call .contiguous() on it before fully_shard");
-    check_own_memory(param, fqn);
-    managed.params.push_back({param, fqn});
-  }
-
-  /// Two tensors over one memory are tied while they are whole; as shards each would go its own way.
-  void check_own_memory(const Tensor& param, const std::string& fqn) {
-    if (param.is_meta() || param.numel() == 0) {
-      return;
-    }
-    const auto* begin = static_cast<const char*>(param.const_data_ptr());
-    const auto* end = begin + param.nbytes();
-    const auto after = memory_.lower_bound(end);
-    if (after != memory_.begin()) {
-      const auto& [other_end, other_fqn] = std::prev(after)->second;
-      FSDP2_CHECK(other_end <= begin, kInvalidArgument, "[fsdp] parameters ", other_fqn, " and ", fqn,
-                  " are two tensors over one memory (set_data, or a view) and would drift apart as shards; to tie them "
-                  "register one tensor in both modules: register_parameter(\"weight\", other->weight)");
-    }
-    memory_.emplace(begin, std::make_pair(end, fqn));
-  }
-
-  std::unordered_set<const torch::nn::Module*> modules_;
-  std::unordered_set<const c10::TensorImpl*> tensors_, ignored_;
-  std::map<const char*, std::pair<const char*, std::string>> memory_;  // begin; end and name
-};
-
-std::optional<bool> resolve_reshard(const ReshardAfterForward& wanted, int64_t shard_size) {
-  if (!wanted) {
-    return std::nullopt;
-  }
-  if (const bool* flag = std::get_if<bool>(&*wanted)) {
-    return *flag;
-  }
-  const int ranks = std::get<int>(*wanted);
-  FSDP2_CHECK(ranks >= 1 && ranks <= shard_size && shard_size % ranks == 0, kInvalidArgument,
-              "[fsdp] reshard_after_forward is ", ranks, "; an integer must divide the shard size ", shard_size,
-              " (1 means false, ", shard_size, " means true)");
-  FSDP2_CHECK(ranks == 1 || ranks == shard_size, kUnsupported, "[fsdp] reshard_after_forward = ", ranks,
-              " (a shard over fewer ranks) is not offered in this version; use true, false, 1 or ", shard_size);
-  return ranks == shard_size && shard_size > 1;
-}
 
 void check_options(const FullyShardOptions& options) {
-  FSDP2_CHECK(!options.shard_placement_fn, kUnsupported,
-              "[fsdp] shard_placement_fn is not offered in this version; parameters are sharded on dim 0");
-  FSDP2_CHECK(!options.offload_policy, kUnsupported, "[fsdp] offload_policy is not offered in this version");
-  FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported,
-              "[fsdp] dp_mesh_dims is not offered in this version; pass a 1-D mesh");
   const auto floating = [](const char* field, const std::optional<at::ScalarType>& dtype) {
     FSDP2_CHECK(!dtype || at::isFloatingType(*dtype), kInvalidArgument, "[fsdp] mp_policy.", field, " is ", *dtype,
                 "; expected a floating-point dtype");
@@ -132,38 +44,178 @@ void check_options(const FullyShardOptions& options) {
   for (const Tensor& tensor : options.ignored_params) {
     FSDP2_CHECK(tensor.defined(), kInvalidArgument, "[fsdp] ignored_params holds an undefined tensor");
   }
+  const auto* ranks = options.reshard_after_forward ? std::get_if<int>(&*options.reshard_after_forward) : nullptr;
+  FSDP2_CHECK(!options.dp_mesh_dims || ranks == nullptr, kUnsupported, "[fsdp] an integer reshard_after_forward is not "
+              "offered together with dp_mesh_dims; use true or false");
 }
 
-DeviceMesh resolve_mesh(const std::optional<DeviceMesh>& mesh) {
-  if (mesh) {
-    FSDP2_CHECK(mesh->ndim() <= 2, kInvalidArgument, "[fsdp] the mesh has ", mesh->ndim(),
-                " axes; expected a 1-D mesh: pick an axis by name, mesh[\"dp\"]");
-    FSDP2_CHECK(mesh->ndim() == 1, kUnsupported, "[fsdp] a 2-D mesh (replicate and shard) is not offered in this "
-                "version; pass a 1-D mesh");
-    FSDP2_CHECK(mesh->get_coordinate().has_value(), kUsage, "[fsdp] this rank is outside the mesh of ranks ",
-                mesh->ranks(), "; only ranks inside it call fully_shard");
-    return *mesh;
+void check_module(const torch::nn::Module& module) {
+  const std::string name = module.name();
+  FSDP2_CHECK(!module.weak_from_this().expired(), kUsage, "[fsdp] ", name,
+              " is not held by a shared_ptr; make it through its holder or std::make_shared");
+  FSDP2_CHECK(!state_of(module), kUsage, "[fsdp] fully_shard was called twice on one ", name,
+              "; call it once per module (a module used in two places is one module)");
+  FSDP2_CHECK(dynamic_cast<const torch::nn::ModuleListImpl*>(&module) == nullptr &&
+                  dynamic_cast<const torch::nn::ModuleDictImpl*>(&module) == nullptr,
+              kInvalidArgument, "[fsdp] ", name, " has no forward of its own, so its hooks would never run; call "
+              "fully_shard on each of its elements, and then on the module that holds it");
+}
+
+/// Of a list, those that no other element contains.
+Modules roots_of(const std::vector<ModuleRef>& refs) {
+  FSDP2_CHECK(!refs.empty(), kInvalidArgument, "[fsdp] fully_shard got an empty list of modules; expected at least one");
+  Modules all;
+  for (const ModuleRef& ref : refs) {
+    check_module(*ref);
+    auto shared = ref->shared_from_this();
+    FSDP2_CHECK(std::find(all.begin(), all.end(), shared) == all.end(), kUsage, "[fsdp] fully_shard got one ",
+                ref->name(), " twice in its list; name each module once");
+    all.push_back(std::move(shared));
   }
-  const World& world = require_world("fully_shard()");
-  return init_device_mesh(local_device().type(), {world.world_size});
+  Modules roots;
+  for (const auto& candidate : all) {
+    const bool nested = std::any_of(all.begin(), all.end(), [&](const auto& other) {
+      const auto below = other->modules(/*include_self=*/false);
+      return std::find(below.begin(), below.end(), candidate) != below.end();
+    });
+    if (!nested) roots.push_back(candidate);
+  }
+  return roots;
+}
+
+/// Where the parameter is to be cut, and over which mesh.
+std::pair<int64_t, DataParallelMesh> placement_of(const NamedTensor& named, const FullyShardOptions& options,
+                                                  const DataParallelMesh& default_mesh) {
+  const auto chosen = options.shard_placement_fn ? options.shard_placement_fn(named.fqn, named.tensor) : std::nullopt;
+  if (!chosen) {
+    return {0, default_mesh};
+  }
+  const int64_t dims = named.tensor.dim();
+  int64_t dim = chosen->placement.dim;
+  FSDP2_CHECK(dim >= -dims && dim < dims, kInvalidArgument, "[fsdp] shard_placement_fn returned Shard(", dim, ") for ",
+              named.fqn, " of shape ", named.tensor.sizes(), "; the dim must lie in [", -dims, ", ", dims, ")");
+  if (dim < 0) dim += dims;
+  FSDP2_CHECK(!chosen->mesh || !options.dp_mesh_dims, kInvalidArgument, "[fsdp] shard_placement_fn returned a mesh for ",
+              named.fqn, ", which does not go together with dp_mesh_dims; return a placement only");
+  DataParallelMesh mesh = chosen->mesh ? data_parallel_mesh(*chosen->mesh) : default_mesh;
+  FSDP2_CHECK(mesh.mesh.device_type() == default_mesh.mesh.device_type(), kInvalidArgument, "[fsdp] shard_placement_fn "
+              "returned a mesh of ", mesh.mesh.device_type(), " devices for ", named.fqn, "; the module is sharded over ",
+              default_mesh.mesh.device_type(), " devices");
+  const int64_t rows = is_marked(named.tensor) ? local_of(named.tensor).size(dim) : named.tensor.size(dim);
+  FSDP2_CHECK(dim == 0 || rows % mesh.shard_size == 0, kUnsupported, "[fsdp] Shard(", dim, ") of ", named.fqn,
+              " of shape ", named.tensor.sizes(), " over ", mesh.shard_size, " ranks is uneven; only dim 0 may be: choose "
+              "another dim, or pad the parameter");
+  return {dim, std::move(mesh)};
+}
+
+/// One group per mesh, in the order of its first parameter.
+std::vector<MeshParams> sort_by_mesh(const std::vector<NamedTensor>& params, const FullyShardOptions& options,
+                                     const DataParallelMesh& default_mesh) {
+  std::vector<MeshParams> sorted;
+  for (const NamedTensor& named : params) {
+    auto [dim, mesh] = placement_of(named, options, default_mesh);
+    auto group = std::find_if(sorted.begin(), sorted.end(), [&mesh = mesh](const auto& each) { return each.mesh == mesh; });
+    if (group == sorted.end()) {
+      group = sorted.insert(sorted.end(), MeshParams{mesh, {}});
+    }
+    group->params.push_back({named.tensor, named.fqn, dim});
+  }
+  return sorted;
+}
+
+/// Note [Tied parameters]: from the groups of nested calls into this one.
+void take_over_tied(const Modules& modules, std::vector<MeshParams>& sorted, const FullyShardOptions& options,
+                    const DataParallelMesh& default_mesh) {
+  for (const auto& module : modules) {
+    for (const auto& [param, owner] : misplaced_parameters(*module)) {
+      for (size_t index = 0; index < owner->groups.size(); ++index) {
+        const std::shared_ptr<ParamGroup> group = owner->groups[index];
+        if (std::none_of(group->params().begin(), group->params().end(),
+                         [&param = param](const FSDPParam& each) { return each.param().is_same(param); })) {
+          continue;
+        }
+        FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported, "[fsdp] parameters are tied across ", owner->label(), " and this "
+                    "call, which dp_mesh_dims does not go together with; shard all their users in one call");
+        group->reshard();
+        const DataParallelMesh mesh = group->mesh();
+        FSDP2_CHECK(options.shard_placement_fn || mesh == default_mesh, kInvalidArgument, "[fsdp] parameters that are tied "
+                    "across ", owner->label(), " and this call are sharded over a mesh of shape ",
+                    at::IntArrayRef(mesh.mesh.shape()), " there and ", at::IntArrayRef(default_mesh.mesh.shape()),
+                    " here; use one mesh for all modules that share a parameter");
+        ParamGroup::Named given = group->give_up(param);
+        auto target = std::find_if(sorted.begin(), sorted.end(), [&](const auto& each) { return each.mesh == mesh; });
+        if (target == sorted.end()) {
+          target = sorted.insert(sorted.end(), MeshParams{mesh, {}});
+        }
+        target->params.push_back(std::move(given));
+        if (group->params().empty()) {
+          owner->groups.erase(owner->groups.begin() + static_cast<std::ptrdiff_t>(index));
+        }
+        break;
+      }
+    }
+  }
+}
+
+/// Over how many ranks parameters stay after forward; nullopt: reshard or not, as a bool says.
+std::optional<int64_t> parts_wanted(const FullyShardOptions& options, const std::vector<MeshParams>& sorted) {
+  const auto* ranks = options.reshard_after_forward ? std::get_if<int>(&*options.reshard_after_forward) : nullptr;
+  if (ranks == nullptr) {
+    return std::nullopt;
+  }
+  for (const MeshParams& group : sorted) {
+    const int64_t size = group.mesh.shard_size;
+    FSDP2_CHECK(*ranks >= 1 && *ranks <= size && size % *ranks == 0, kInvalidArgument,
+                "[fsdp] reshard_after_forward is ", *ranks, "; an integer must divide the shard size ", size,
+                " (1 means false, ", size, " means true)");
+    if (*ranks == 1 || *ranks == size) {
+      continue;
+    }
+    for (const auto& named : group.params) {
+      FSDP2_CHECK(named.shard_dim == 0, kUnsupported, "[fsdp] reshard_after_forward = ", *ranks, " with ", named.fqn,
+                  " sharded on dim ", named.shard_dim, "; an integer needs all parameters sharded on dim 0");
+    }
+  }
+  return *ranks;
+}
+
+void set_reshard(ModuleState& state, const FullyShardOptions& options, std::optional<int64_t> parts) {
+  if (!options.reshard_after_forward) {
+    state.set_default_reshard();
+    return;
+  }
+  if (const bool* flag = std::get_if<bool>(&*options.reshard_after_forward)) {
+    state.set_reshard_after_forward(*flag);
+    return;
+  }
+  if (*parts == 1) {
+    FSDP2_LOG_WARN_ONCE("[fsdp] reshard_after_forward = 1 keeps whole parameters on every rank, as false does; false says "
+                        "it better");
+  }
+  state.set_reshard_after_forward(*parts > 1);
+  for (const auto& group : state.groups) {
+    if (*parts > 1 && *parts < group->mesh().shard_size) {
+      group->keep_parts_over(split_mesh(group->mesh().mesh, *parts));
+    }
+  }
 }
 
 /// Names as seen from `module` for every parameter below it, also those of nested calls.
-void rename_from(const torch::nn::Module& module) {
+void rename_from(const torch::nn::Module& module, const std::string& prefix) {
   std::unordered_map<const c10::TensorImpl*, std::string> names;
   for (const auto& named : module.named_parameters()) {
-    names.emplace(named.value().unsafeGetTensorImpl(), named.key());
+    if (named.value().defined()) names.emplace(named.value().unsafeGetTensorImpl(), prefix + named.key());
   }
   for (const auto& state : states_under(module)) {
-    if (!state->group) {
-      continue;
+    for (const auto& group : state->groups) {
+      std::vector<std::string> fqns;
+      for (const FSDPParam& param : group->params()) {
+        const Tensor alive = param.param();
+        const auto found = names.find(alive.unsafeGetTensorImpl());
+        fqns.push_back(alive.defined() && found != names.end() ? found->second : param.fqn());
+      }
+      group->set_fqns(fqns);
     }
-    std::vector<std::string> fqns;
-    for (FSDPParam& param : state->group->params()) {
-      const auto found = names.find(param.param().unsafeGetTensorImpl());
-      fqns.push_back(found != names.end() ? found->second : param.fqn());
-    }
-    state->group->set_fqns(fqns);
   }
 }
 
@@ -175,42 +227,24 @@ struct OwnerToken {
   ~OwnerToken() { purge_states(); }
 };
 
-}  // namespace
-
-}  // namespace detail
-
-using detail::ModuleState;
-
-FSDPModule fully_shard_module(ModuleRef module_ref, const FullyShardOptions& options) {
-  torch::nn::Module& module = *module_ref;
-  const std::string name = module.name();
-  FSDP2_CHECK(!module.weak_from_this().expired(), kUsage, "[fsdp] ", name,
-              " is not held by a shared_ptr; make it through its holder or std::make_shared");
-  const std::shared_ptr<torch::nn::Module> shared = module.shared_from_this();
-  FSDP2_CHECK(!detail::state_of(module), kUsage, "[fsdp] fully_shard was called twice on one ", name,
-              "; call it once per module (a module used in two places is one module)");
-  FSDP2_CHECK(!dynamic_cast<torch::nn::ModuleListImpl*>(&module) && !dynamic_cast<torch::nn::ModuleDictImpl*>(&module),
-              kInvalidArgument, "[fsdp] ", name, " has no forward of its own, so its hooks would never run; call "
-              "fully_shard on each of its elements, and then on the module that holds it");
-  detail::check_options(options);
-  const DeviceMesh mesh = detail::resolve_mesh(options.mesh);
-  const std::optional<bool> reshard = detail::resolve_reshard(options.reshard_after_forward, mesh.size(0));
-  const c10::Device device = mesh.device_type() == at::kCPU ? c10::Device(at::kCPU) : local_device();
-
-  detail::ManagedCollector collector(options.ignored_params);
-  collector.visit(module, "");
-  detail::Managed& managed = collector.managed;
+FSDPModule shard(const Modules& modules, const ManagedCollector& managed, const FullyShardOptions& options) {
+  check_options(options);
+  const DataParallelMesh mesh = resolve_mesh(options);
+  const c10::Device device = mesh.mesh.device_type() == at::kCPU ? c10::Device(at::kCPU) : local_device();
+  std::vector<MeshParams> sorted = sort_by_mesh(managed.params, options, mesh);
+  take_over_tied(modules, sorted, options, mesh);
+  if (sorted.empty() && options.reshard_after_forward) {
+    parts_wanted(options, {MeshParams{mesh, {}}});  // a wrong number is said also where nothing is left to shard
+  }
+  const std::optional<int64_t> parts = parts_wanted(options, sorted);
 
   static std::atomic<int> calls{0};
-  const std::string label = c10::str(name, " (fully_shard call ", ++calls, ")");
-  auto state = std::make_shared<ModuleState>(shared, options.mp_policy, label);
+  std::string names;
+  for (const auto& module : modules) names += (names.empty() ? "" : ", ") + module->name();
+  auto state = std::make_shared<ModuleState>(modules, options.mp_policy,
+                                             c10::str(names, " (fully_shard call ", ++calls, ")"));
   state->context->states.push_back(state);
   state->device = device;
-  if (reshard) {
-    state->set_reshard_after_forward(*reshard);
-  } else {
-    state->set_default_reshard();
-  }
   for (const auto& [fqn, buffer] : managed.buffers) {
     if (!buffer.is_meta() && buffer.device() != device) {
       at::Tensor(buffer).set_data(buffer.to(device));
@@ -218,16 +252,43 @@ FSDPModule fully_shard_module(ModuleRef module_ref, const FullyShardOptions& opt
     state->buffer_cast.add(buffer);
   }
   for (const Tensor& tensor : options.ignored_params) {
-    detail::add_ignored_param(tensor);
+    add_ignored_param(tensor);
   }
-  if (!managed.params.empty()) {
-    state->group = std::make_shared<detail::ParamGroup>(managed.params, mesh, options.mp_policy, device);
-    state->group->context = state->context;
-    state->group->install_leaf_hooks(std::make_shared<detail::OwnerToken>());
+  const auto token = std::make_shared<OwnerToken>();
+  for (const auto& [group_mesh, params] : sorted) {
+    auto group = std::make_shared<ParamGroup>(params, group_mesh, options.mp_policy, device, options.offload_policy);
+    group->context = state->context;
+    group->install_leaf_hooks(token);
+    state->groups.push_back(std::move(group));
   }
-  detail::register_state(shared, state);
-  detail::rename_from(module);
+  set_reshard(*state, options, parts);
+  for (const auto& module : modules) {
+    register_state(module, state);
+  }
+  for (size_t index = 0; index < modules.size(); ++index) {
+    rename_from(*modules[index], modules.size() == 1 ? "" : c10::str(index, "."));
+  }
   return FSDPModule(state);
+}
+
+}  // namespace
+
+}  // namespace detail
+
+FSDPModule fully_shard_module(ModuleRef module, const FullyShardOptions& options) {
+  detail::check_module(*module);
+  detail::ManagedCollector managed(options.ignored_params, options.dp_mesh_dims.has_value());
+  managed.visit(*module, "");
+  return detail::shard({module->shared_from_this()}, managed, options);
+}
+
+FSDPModule fully_shard(const std::vector<ModuleRef>& modules, const FullyShardOptions& options) {
+  const detail::Modules roots = detail::roots_of(modules);
+  detail::ManagedCollector managed(options.ignored_params, options.dp_mesh_dims.has_value());
+  for (size_t index = 0; index < modules.size(); ++index) {
+    managed.visit(*modules[index], c10::str(index, "."));
+  }
+  return detail::shard(roots, managed, options);
 }
 
 FSDPModule fsdp_module(ModuleRef module) {
@@ -248,134 +309,5 @@ int64_t num_parameters(ModuleRef module) {
   }
   return total;
 }
-
-ModuleState& FSDPModule::state() const {
-  ModuleState* state = state_.lock().get();  // the registry keeps it while the module lives
-  FSDP2_CHECK(state != nullptr, kUsage, "[fsdp] this FSDPModule's module is gone");
-  return *state;
-}
-
-void UnshardHandle::wait() {
-  if (const auto state = state_.lock(); state && state->group && state->group->unshard_pending()) {
-    state->group->wait_for_unshard();
-  }
-}
-
-void FSDPModule::unshard() {
-  if (state().group) {
-    state().group->wait_for_unshard();
-  }
-}
-
-UnshardHandle FSDPModule::unshard_async() {
-  if (state().group) {
-    state().group->unshard();
-  }
-  return UnshardHandle(state_);
-}
-
-void FSDPModule::reshard() {
-  if (state().group) {
-    state().group->reshard();
-  }
-}
-
-namespace {
-
-template <class F>
-void for_states(ModuleState& state, bool recurse, F&& change) {
-  if (!recurse) {
-    change(state);
-    return;
-  }
-  for (const auto& each : state.tree()) {
-    change(*each);
-  }
-}
-
-template <class F>
-void for_groups(ModuleState& state, bool recurse, F&& change) {
-  for_states(state, recurse, [&](ModuleState& each) {
-    if (each.group) {
-      change(*each.group);
-    }
-  });
-}
-
-std::vector<std::weak_ptr<detail::ParamGroup>> groups_of(const std::vector<FSDPModule>& modules) {
-  std::vector<std::weak_ptr<detail::ParamGroup>> groups;
-  for (const FSDPModule& module : modules) {
-    if (module.state().group) {
-      groups.push_back(module.state().group);
-    }
-  }
-  return groups;
-}
-
-}  // namespace
-
-void FSDPModule::set_requires_gradient_sync(bool requires_sync, bool recurse) {
-  for_groups(state(), recurse, [&](detail::ParamGroup& group) { group.reduce_gradients = requires_sync; });
-}
-
-void FSDPModule::set_is_last_backward(bool is_last) { state().context->is_last_backward = is_last; }
-
-void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {
-  for_states(state(), recurse, [&](ModuleState& each) { each.set_reshard_after_forward(reshard); });
-}
-
-void FSDPModule::set_reshard_after_backward(bool reshard, bool recurse) {
-  for_groups(state(), recurse, [&](detail::ParamGroup& group) { group.reshard_after_backward = reshard; });
-}
-
-void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
-  state().forward_prefetch = groups_of(modules);
-}
-
-void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules) {
-  if (state().group) {
-    state().group->backward_prefetch = groups_of(modules);
-  }
-}
-
-void FSDPModule::reset_iter_state() {
-  FSDP2_CHECK(state().is_root() || state().context->states.size() == 1, kUsage, "[fsdp] reset_iter_state() was called "
-              "on ", state().label(), ", which is not a root; call it on the outermost module");
-  state().context->reset();
-}
-
-std::vector<Tensor> FSDPModule::pending_gradients() {
-  std::vector<Tensor> all;
-  for_groups(state(), true, [&](detail::ParamGroup& group) {
-    for (Tensor& gradient : group.pending_gradients()) {
-      all.push_back(std::move(gradient));
-    }
-  });
-  return all;
-}
-
-void FSDPModule::synchronize_gradients() {
-  for_groups(state(), true, [](detail::ParamGroup& group) { group.synchronize_gradients(); });
-}
-
-void FSDPModule::zero_grad(bool set_to_none) {
-  if (const auto module = state().module()) {
-    module->zero_grad(set_to_none);
-  }
-}
-
-std::vector<std::string> FSDPModule::param_fqns() {
-  std::vector<std::string> fqns;
-  for_groups(state(), false, [&](detail::ParamGroup& group) {
-    for (const detail::FSDPParam& param : group.params()) {
-      fqns.push_back(param.fqn());
-    }
-  });
-  return fqns;
-}
-
-bool FSDPModule::is_root() { return state().is_root(); }
-
-bool FSDPModule::is_unsharded() { return state().group && state().group->is_unsharded(); }
 
 }  // namespace fsdp2

@@ -1,12 +1,17 @@
 #include "fsdp/gradient_reduction.h"
 
+#include <cmath>
+
 #include <ATen/Functions.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <fsdp2/error.h>
 
 #include "fsdp/counting.h"
+#include "fsdp/post_accumulate.h"
+#include "fsdp/trace.h"
 
 namespace fsdp2::detail {
 
@@ -15,29 +20,44 @@ namespace {
 /// Dtypes of small range are divided in two steps, before and after the sum, so that neither overflows.
 bool divides_in_two_steps(at::ScalarType dtype) { return dtype != at::kFloat && dtype != at::kBFloat16; }
 
-double first_divisor(int64_t total) {
-  int64_t factor = 1;
-  while (total % factor == 0 && total / factor > factor) {
+double first_divisor(double total) {
+  double factor = 1;
+  while (std::fmod(total, factor) == 0 && total / factor > factor) {
     factor *= 2;
   }
-  return static_cast<double>(factor);
+  return factor;
 }
 
 }  // namespace
 
 GradientReduction::GradientReduction(std::shared_ptr<ParamGroup> group,
-                                     std::vector<std::pair<size_t, Tensor>> gradients)
-    : group_(std::move(group)) {
-  const c10::InferenceMode normal_tensors(false);
-  const BelowDTensor below;
-  const at::NoGradGuard no_grad;
-  if (group_->size_ == 1) {
-    reduce_alone(gradients);
+                                     std::vector<std::pair<size_t, Tensor>> gradients, bool all_reduce)
+    : group_(std::move(group)), all_reduce_(all_reduce) {
+  const PlainWork plain;
+  trace("reduce", group_->module_fqn);
+  if (group_->mesh_.size() == 1 && !group_->settings.all_reduce_hook) {
+    add_alone(gradients);
     return;
   }
+  sort_into_buckets(gradients);
+  for (Bucket& bucket : buckets_) {
+    copy_in(bucket, gradients);
+    start(bucket);
+  }
+}
+
+double GradientReduction::divisor() const {
+  return group_->settings.divide_factor.value_or(static_cast<double>(group_->mesh_.size()));
+}
+
+void GradientReduction::sort_into_buckets(const std::vector<std::pair<size_t, Tensor>>& gradients) {
   for (const auto& [index, gradient] : gradients) {
-    const auto wanted = group_->policy_.reduce_dtype;
-    const at::ScalarType dtype = wanted && gradient.is_floating_point() ? *wanted : gradient.scalar_type();
+    const FSDPParam& param = group_->params_[index];
+    at::ScalarType dtype = gradient.defined() ? gradient.scalar_type() : param.orig_dtype();
+    if (at::isFloatingType(dtype)) {
+      if (!gradient.defined() && group_->policy_.param_dtype) dtype = *group_->policy_.param_dtype;
+      dtype = group_->policy_.reduce_dtype.value_or(dtype);
+    }
     Bucket* bucket = nullptr;
     for (Bucket& candidate : buckets_) {
       if (candidate.dtype == dtype) bucket = &candidate;
@@ -47,95 +67,206 @@ GradientReduction::GradientReduction(std::shared_ptr<ParamGroup> group,
       bucket->dtype = dtype;
     }
     bucket->members.emplace_back(index, bucket->numel);
-    bucket->numel += group_->params_[index].padded_numel();
-  }
-  for (Bucket& bucket : buckets_) {
-    copy_in(bucket, gradients);
-    start(bucket);
+    bucket->numel += param.padded_numel();
   }
 }
 
-void GradientReduction::reduce_alone(std::vector<std::pair<size_t, Tensor>>& gradients) {
+/// One rank in all: nothing to communicate.
+void GradientReduction::add_alone(std::vector<std::pair<size_t, Tensor>>& gradients) {
   for (auto& [index, gradient] : gradients) {
     FSDPParam& param = group_->params_[index];
-    Tensor alive = param.param();
-    if (alive.defined()) {
-      GradientSlot::add_reduced(alive, param.sharded_spec(), gradient.to(param.orig_dtype()).contiguous());
+    Tensor local = gradient.defined()
+                       ? gradient.to(param.device(), param.orig_dtype()).contiguous()
+                       : at::zeros(param.local().sizes(), param.local().options().requires_grad(false));
+    if (divisor() != 1) {
+      local = local.div(divisor());
     }
     gradient = Tensor();
+    add_to(param, std::move(local));
+    added_.push_back(index);
   }
 }
 
 void GradientReduction::copy_in(Bucket& bucket, std::vector<std::pair<size_t, Tensor>>& gradients) {
   const int64_t size = group_->size_;
-  const c10::Device device = group_->params_[bucket.members.front().first].device();
-  bucket.in = at::empty({size, bucket.numel}, at::TensorOptions(bucket.dtype).device(device));
+  const auto options = at::TensorOptions(bucket.dtype).device(group_->compute_device());
+  const auto& custom = group_->settings.reduce_scatter;
+  if (custom && size > 1) {
+    bucket.in = custom->allocate({size * bucket.numel}, options);
+    FSDP2_CHECK(bucket.in.defined() && bucket.in.numel() == size * bucket.numel &&
+                    bucket.in.scalar_type() == bucket.dtype && bucket.in.is_contiguous(),
+                kInvalidArgument, "[fsdp] the custom reduce-scatter's allocate() was asked for ", size * bucket.numel,
+                " contiguous elements of ", bucket.dtype, " for ", group_->label(), " and returned something else");
+  } else if (size > 1) {
+    bucket.in = group_->communication_buffer(size * bucket.numel, options, group_->mesh_.shard_group);
+  } else {
+    bucket.in = at::empty({bucket.numel}, options);
+  }
+  bucket.in = bucket.in.view({size, bucket.numel});
   size_t next = 0;
   for (auto& [index, gradient] : gradients) {
     if (next == bucket.members.size() || bucket.members[next].first != index) {
       continue;  // of another bucket
     }
     const FSDPParam& param = group_->params_[index];
-    const int64_t chunk = param.padded_numel();
-    Tensor slots = bucket.in.narrow(1, bucket.members[next++].second, chunk);  // (size, chunk)
-    const Tensor flat = gradient.reshape({-1});
-    const int64_t full_ranks = chunk == 0 ? 0 : flat.numel() / chunk;
-    if (full_ranks > 0) {
-      slots.narrow(0, 0, full_ranks).copy_(flat.narrow(0, 0, full_ranks * chunk).view({full_ranks, chunk}));
-    }
-    if (full_ranks < size) {
-      Tensor rest = slots.narrow(0, full_ranks, size - full_ranks);
-      rest.zero_();
-      const int64_t left = flat.numel() - full_ranks * chunk;
-      rest[0].narrow(0, 0, left).copy_(flat.narrow(0, full_ranks * chunk, left));
+    const Tensor slots = bucket.in.narrow(1, bucket.members[next++].second, param.padded_numel());
+    if (gradient.defined()) {
+      split_into_parts(gradient.reshape({-1}), slots, param.geometry());
+    } else {
+      slots.zero_();
     }
     gradient = Tensor();
   }
 }
 
 void GradientReduction::start(Bucket& bucket) {
-  const auto ranks = static_cast<double>(group_->size_);
-  bucket.divide_after = ranks;
-  if (divides_in_two_steps(bucket.dtype)) {
-    const double before = first_divisor(group_->size_);
-    bucket.in.div_(before);
-    bucket.divide_after = ranks / before;
+  const double first = divides_in_two_steps(bucket.dtype) ? first_divisor(divisor()) : 1;
+  if (first != 1) {
+    bucket.in.div_(first);
   }
-  bucket.out = at::empty({bucket.numel}, bucket.in.options());
-  count_collective(CollectiveOp::kReduceScatter, static_cast<int64_t>(bucket.in.nbytes()));
-  bucket.work = reduce_scatter(bucket.out, bucket.in, ReduceOp::SUM, group_->group_, {group_->label().c_str()});
+  if (group_->size_ == 1) {
+    bucket.out = bucket.in.view({-1});
+    return;
+  }
+  const GroupSettings& settings = group_->settings;
+  const ProcessGroup group = settings.reduce_scatter_group ? settings.reduce_scatter_group : group_->mesh_.shard_group;
+  Tensor in = bucket.in.view({-1});
+  bucket.out = settings.reduce_scatter ? settings.reduce_scatter->allocate({bucket.numel}, in.options())
+                                       : group_->communication_buffer(bucket.numel, in.options(), group);
+  const auto bytes = static_cast<int64_t>(in.nbytes());
+  count_collective(CollectiveOp::kReduceScatter, bytes);
+  if (settings.reduce_scatter) {
+    bucket.work = custom_collective(CollectiveOp::kReduceScatter, group, {bucket.out, in}, bytes,
+                                    [&] { return (*settings.reduce_scatter)(bucket.out, in, group, ReduceOp::SUM); },
+                                    {group_->label().c_str()});
+  } else {
+    bucket.work = reduce_scatter(bucket.out, in, ReduceOp::SUM, group, {group_->label().c_str()});
+  }
 }
 
-void GradientReduction::finish() {
-  const c10::InferenceMode normal_tensors(false);
-  const BelowDTensor below;
-  const at::NoGradGuard no_grad;
+void GradientReduction::finish_reduce_scatter() {
+  const PlainWork plain;
+  holds_input_ = false;
   for (Bucket& bucket : buckets_) {
     bucket.work.wait();
     bucket.in = Tensor();
-    if (bucket.divide_after != 1) {
-      bucket.out.div_(bucket.divide_after);
+    if (all_reduce_ && group_->mesh_.replicate_size > 1) {
+      start_all_reduce(bucket);
     }
+  }
+}
+
+void GradientReduction::start_all_reduce(Bucket& bucket) {
+  // What earlier backwards summed over the shards only joins before the sum over the replicas.
+  for (const auto& [index, offset] : bucket.members) {
+    FSDPParam& param = group_->params_[index];
+    if (Tensor alive = param.param(); alive.defined()) {
+      if (const Tensor earlier = param.gradient.take_partial_sum(alive, param.fqn()); earlier.defined()) {
+        param.local_view_of(bucket.out.narrow(0, offset, param.padded_numel())).add_(earlier);
+      }
+    }
+  }
+  count_collective(CollectiveOp::kAllReduce, static_cast<int64_t>(bucket.out.nbytes()));
+  bucket.work = all_reduce(bucket.out, ReduceOp::SUM, group_->mesh_.replicate_group, {group_->label().c_str()});
+}
+
+void GradientReduction::run_user_hook(Tensor& reduced) const {
+  const auto& hook = group_->settings.all_reduce_hook;
+  const auto& stream = group_->settings.all_reduce_hook_stream;
+  if (!hook) {
+    return;
+  }
+  if (!stream || stream->device().is_cpu()) {
+    hook(reduced);
+    return;
+  }
+  const c10::impl::VirtualGuardImpl device(stream->device_type());
+  const c10::Stream current = device.getStream(stream->device());
+  c10::Event before(stream->device_type()), after(stream->device_type());
+  before.record(current);
+  before.block(*stream);
+  {
+    const c10::StreamGuard guard(*stream);
+    hook(reduced);
+  }
+  after.record(*stream);
+  after.block(current);
+}
+
+void GradientReduction::finish() {
+  if (holds_input_) {
+    finish_reduce_scatter();
+  }
+  finish_buckets();
+  run_hooks_on_params();
+}
+
+void GradientReduction::finish_buckets() {
+  const PlainWork plain;
+  const bool one_replica = group_->mesh_.replicate_size == 1;
+  for (Bucket& bucket : buckets_) {
+    bucket.work.wait();
+    if (!all_reduce_ && !one_replica) {
+      keep_partial_sums(bucket);
+      bucket.out = Tensor();
+      continue;
+    }
+    const bool two_steps = divides_in_two_steps(bucket.dtype);
+    const double rest = two_steps ? divisor() / first_divisor(divisor()) : divisor();
+    // As in Python, the hook sees averages where the backend could average.
+    const bool hook_sees_average = !two_steps && !group_->settings.force_sum;
+    if (rest != 1 && hook_sees_average) bucket.out.div_(rest);
+    run_user_hook(bucket.out);
+    if (rest != 1 && !hook_sees_average) bucket.out.div_(rest);
     add_to_gradients(bucket);
     bucket.out = Tensor();
   }
   buckets_.clear();
 }
 
+void GradientReduction::keep_partial_sums(Bucket& bucket) {
+  for (const auto& [index, offset] : bucket.members) {
+    FSDPParam& param = group_->params_[index];
+    if (Tensor alive = param.param(); alive.defined()) {
+      param.gradient.keep_partial_sum(alive, param.local_view_of(bucket.out.narrow(0, offset, param.padded_numel())),
+                                      param.sharded_spec(), param.partial_sum_placements());
+    }
+  }
+}
+
 void GradientReduction::add_to_gradients(Bucket& bucket) {
   Tensor cast = bucket.out;
   for (const auto& [index, offset] : bucket.members) {
     FSDPParam& param = group_->params_[index];
-    Tensor alive = param.param();
-    if (!alive.defined()) {
+    if (cast.scalar_type() != param.orig_dtype() || cast.device() != param.device()) {
+      cast = bucket.out.to(param.device(), param.orig_dtype());
+    }
+    add_to(param, param.local_view_of(cast.narrow(0, offset, param.padded_numel())));
+    added_.push_back(index);
+  }
+}
+
+void GradientReduction::add_to(FSDPParam& param, Tensor local) {
+  if (Tensor alive = param.param(); alive.defined()) {
+    GradientSlot::add_reduced(alive, param.sharded_spec(), std::move(local));
+  }
+}
+
+void GradientReduction::run_hooks_on_params() {
+  bool resharded = false;
+  for (const size_t index : added_) {
+    Tensor alive = group_->params_[index].param();
+    if (!alive.defined() || !has_post_accumulate_hooks(alive)) {
       continue;
     }
-    if (cast.scalar_type() != param.orig_dtype()) {
-      cast = bucket.out.to(param.orig_dtype());
+    if (!resharded) {
+      group_->reshard();  // a hook may step an optimizer: on the shard, not on the gathered copy
+      resharded = true;
     }
-    GradientSlot::add_reduced(alive, param.sharded_spec(),
-                              param.local_view_of(cast.narrow(0, offset, param.padded_numel())));
+    const at::NoGradGuard as_in_backward;
+    run_post_accumulate_hooks(alive);
   }
+  added_.clear();
 }
 
 }  // namespace fsdp2::detail

@@ -1,8 +1,9 @@
 #pragma once
 
 // Note [Reduction is one pipeline]
-// cast and copy in -> scale -> reduce-scatter -> (partial sum, all-reduce over replicas) -> scale -> cast -> add to
-// the sharded gradients. Scaling is done here, never by the backend (Gloo and NCCL disagree on AVG), and once.
+// cast and copy in -> scale -> reduce-scatter -> (partial sum, all-reduce over replicas) -> scale -> user's hook -> cast
+// -> add to the sharded gradients -> users' hooks on parameters. Scaling is done here, never by the backend (Gloo and
+// NCCL disagree on AVG), and the divisor is applied once whatever the sizes of the two axes.
 
 #include <memory>
 #include <utility>
@@ -15,9 +16,14 @@ namespace fsdp2::detail {
 /// The gradients of one backward of one group on their way to the shards.
 class GradientReduction {
  public:
-  /// Starts it; `gradients` are (index of parameter, whole gradient) and are freed as they are copied.
-  GradientReduction(std::shared_ptr<ParamGroup> group, std::vector<std::pair<size_t, Tensor>> gradients);
-  /// Waits and adds the result to the parameters' gradients.
+  /// Starts it; `gradients` are (index of parameter, whole gradient, undefined for zeros) and are freed as they are
+  /// copied. Without `all_reduce` the sum over the shards is kept for a later one.
+  GradientReduction(std::shared_ptr<ParamGroup> group, std::vector<std::pair<size_t, Tensor>> gradients,
+                    bool all_reduce);
+  /// Waits for the reduce-scatter, frees its input, starts the all-reduce.
+  void finish_reduce_scatter();
+  bool holds_input() const { return holds_input_; }
+  /// Waits for everything and adds the result to the parameters' gradients.
   void finish();
 
  private:
@@ -27,15 +33,26 @@ class GradientReduction {
     int64_t numel = 0;                                // of one rank
     Tensor in, out;
     PendingCollective work;
-    double divide_after = 1;
   };
+  void sort_into_buckets(const std::vector<std::pair<size_t, Tensor>>& gradients);
   void copy_in(Bucket& bucket, std::vector<std::pair<size_t, Tensor>>& gradients);
   void start(Bucket& bucket);
+  void start_all_reduce(Bucket& bucket);
+  void finish_buckets();
+  void run_user_hook(Tensor& reduced) const;
+  void keep_partial_sums(Bucket& bucket);
   void add_to_gradients(Bucket& bucket);
-  void reduce_alone(std::vector<std::pair<size_t, Tensor>>& gradients);
+  void add_alone(std::vector<std::pair<size_t, Tensor>>& gradients);
+  void add_to(FSDPParam& param, Tensor local);
+  void run_hooks_on_params();
+  /// What the sum over all ranks is divided by in all.
+  double divisor() const;
 
   std::shared_ptr<ParamGroup> group_;
   std::vector<Bucket> buckets_;
+  std::vector<size_t> added_;  // parameters whose gradient is final
+  bool all_reduce_;
+  bool holds_input_ = true;
 };
 
 }  // namespace fsdp2::detail

@@ -45,7 +45,7 @@ Tensor GradientSlot::take(Tensor& param, const std::string& fqn) {
     whole = std::move(slot);
   } else {
     reconcile(param, fqn);
-    if (!shown_.defined()) {
+    if (!pending_.defined()) {
       return whole;
     }
     whole = std::move(pending_);
@@ -57,14 +57,49 @@ Tensor GradientSlot::take(Tensor& param, const std::string& fqn) {
   return whole;
 }
 
-void GradientSlot::show(Tensor& param, Tensor pending, const DTensorSpec& layout) {
-  Tensor& slot = param.mutable_grad();
-  reduced_ = std::move(slot);
+void GradientSlot::show(Tensor& param, Tensor pending, const DTensorSpec& layout, std::vector<Placement> placements) {
   pending_ = std::move(pending);
-  pending_version_ = pending_._version();
-  std::vector<Placement> partial(layout.placements.size(), Partial{});
-  shown_ = make_dtensor(pending_, layout.mesh, std::move(partial), layout.sizes, layout.fqn);
+  show_data(param, pending_, std::move(placements), layout);
+}
+
+void GradientSlot::show_data(Tensor& param, const Tensor& data, std::vector<Placement> placements,
+                             const DTensorSpec& layout) {
+  Tensor& slot = param.mutable_grad();
+  if (!shown_.defined()) {
+    reduced_ = std::move(slot);
+  }
+  shown_version_ = data._version();
+  shown_ = make_dtensor(data, layout.mesh, std::move(placements), layout.sizes, layout.fqn);
   slot = shown_;
+}
+
+void GradientSlot::keep_partial_sum(Tensor& param, Tensor local, const DTensorSpec& layout,
+                                    std::vector<Placement> placements) {
+  reconcile(param, layout.fqn);
+  if (partial_sum_.defined()) {
+    const at::NoGradGuard no_grad;
+    partial_sum_.add_(local);
+  } else {
+    partial_sum_ = std::move(local);
+  }
+  show_data(param, partial_sum_, std::move(placements), layout);
+}
+
+bool GradientSlot::has_partial_sum(Tensor& param, const std::string& fqn) {
+  reconcile(param, fqn);
+  return partial_sum_.defined();
+}
+
+Tensor GradientSlot::take_partial_sum(Tensor& param, const std::string& fqn) {
+  reconcile(param, fqn);
+  Tensor taken = std::move(partial_sum_);
+  partial_sum_ = Tensor();
+  if (shown_.defined() && !pending_.defined()) {
+    shown_ = Tensor();
+    param.mutable_grad() = std::move(reduced_);
+    reduced_ = Tensor();
+  }
+  return taken;
 }
 
 void GradientSlot::add_reduced(Tensor& param, const DTensorSpec& layout, Tensor local) {
@@ -83,7 +118,7 @@ void GradientSlot::abandon(Tensor& param) {
     param.mutable_grad() = std::move(reduced_);
   }
   accumulating_ = false;
-  reduced_ = pending_ = shown_ = Tensor();
+  reduced_ = pending_ = partial_sum_ = shown_ = Tensor();
 }
 
 void GradientSlot::reconcile(Tensor& param, const std::string& fqn) {
@@ -91,23 +126,29 @@ void GradientSlot::reconcile(Tensor& param, const std::string& fqn) {
     return;
   }
   const Tensor& slot = param.mutable_grad();
+  const Tensor& data = pending_.defined() ? pending_ : partial_sum_;
   // By the data: zero_grad(false) replaces the slot by slot.detach().
-  if (is_marked(slot) && local_of(slot).is_same(pending_)) {
-    if (pending_._version() == pending_version_ || !reduced_.defined()) {
+  if (is_marked(slot) && local_of(slot).is_same(data)) {
+    std::vector<Tensor> behind;
+    if (reduced_.defined()) behind.push_back(local_of(reduced_).detach());
+    if (pending_.defined() && partial_sum_.defined()) behind.push_back(partial_sum_);
+    if (data._version() == shown_version_ || behind.empty()) {
       return;
     }
-    // The user edited what is shown; the reduced part behind it must follow. Zeroing is the edit that is clear.
+    // The user edited what is shown; what lies behind it must follow. Zeroing is the edit that is clear.
     const BelowDTensor below;
     const at::NoGradGuard no_grad;
-    FSDP2_CHECK(!pending_.any().item<bool>(), kUsage, "[fsdp] the gradient of parameter ", fqn,
+    FSDP2_CHECK(!data.any().item<bool>(), kUsage, "[fsdp] the gradient of parameter ", fqn,
                 " was edited while one part of it is reduced and another is pending; call synchronize_gradients() "
                 "before editing gradients (zero_grad() is allowed at any time)");
-    local_of(reduced_).detach().zero_();
-    pending_version_ = pending_._version();
+    for (Tensor& each : behind) {
+      each.zero_();
+    }
+    shown_version_ = data._version();
     return;
   }
   // zero_grad() or an assignment: whatever stands in the slot now is all there is.
-  pending_ = reduced_ = shown_ = Tensor();
+  pending_ = partial_sum_ = reduced_ = shown_ = Tensor();
 }
 
 }  // namespace fsdp2::detail

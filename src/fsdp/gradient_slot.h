@@ -8,11 +8,13 @@
 //
 // Gradients accumulated without sync are shown in the slot between backwards, as a DTensor with Partial
 // placement: show(). So both forms of zero_grad reach them, and an optimizer or a clip that meets one throws. What
-// the user did to the slot meanwhile is seen at the next look at it: reconcile().
+// the user did to the slot meanwhile is seen at the next look at it: reconcile(). The same goes for gradients that
+// are summed over the shards but not over the replicas yet: keep_partial_sum().
 
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <vector>
 
 #include "tensor/dtensor_spec.h"
 
@@ -28,9 +30,14 @@ class GradientSlot {
   /// Takes the whole gradient (accumulated in this backward or pending); the slot holds the reduced one again.
   Tensor take(Tensor& param, const std::string& fqn);
   /// Leaves `pending` (whole, unreduced) for later and shows it in the slot.
-  void show(Tensor& param, Tensor pending, const DTensorSpec& layout);
+  void show(Tensor& param, Tensor pending, const DTensorSpec& layout, std::vector<Placement> placements);
   /// The whole pending gradient; undefined where none is.
   const Tensor& pending() const { return pending_; }
+  /// Adds to the sum over the shards that waits for its all-reduce. `local` is laid out as the parameter's.
+  void keep_partial_sum(Tensor& param, Tensor local, const DTensorSpec& layout, std::vector<Placement> placements);
+  bool has_partial_sum(Tensor& param, const std::string& fqn);
+  /// Undefined where none waits.
+  Tensor take_partial_sum(Tensor& param, const std::string& fqn);
   /// Adds a reduced local gradient.
   static void add_reduced(Tensor& param, const DTensorSpec& layout, Tensor local);
   /// Drops what is pending or half accumulated, after an exception; the reduced gradient stays.
@@ -38,12 +45,14 @@ class GradientSlot {
 
  private:
   void reconcile(Tensor& param, const std::string& fqn);
+  void show_data(Tensor& param, const Tensor& data, std::vector<Placement> placements, const DTensorSpec& layout);
 
   bool accumulating_ = false;
-  Tensor reduced_;   // put aside while accumulating or showing
-  Tensor pending_;   // plain, whole
-  Tensor shown_;     // what we left in the slot
-  uint32_t pending_version_ = 0;
+  Tensor reduced_;      // put aside while accumulating or showing
+  Tensor pending_;      // plain, whole
+  Tensor partial_sum_;  // plain, this rank's part, summed over the shards only
+  Tensor shown_;        // what we left in the slot, over pending_ or partial_sum_
+  uint32_t shown_version_ = 0;
 };
 
 }  // namespace fsdp2::detail

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -10,6 +11,8 @@
 
 #include "fsdp/autograd_hooks.h"
 #include "fsdp/debug_level.h"
+#include "fsdp/tied_parameters.h"
+#include "fsdp/trace.h"
 #include "module/written.h"
 
 namespace fsdp2::detail {
@@ -22,37 +25,73 @@ namespace fsdp2::detail {
 // and starts its reduction. The callback at the end does the same for groups whose PostBackward never ran (inputs
 // without gradient, unused modules), waits for the reductions, and leaves everything sharded.
 
-ModuleState::ModuleState(const std::shared_ptr<torch::nn::Module>& module, const MixedPrecisionPolicy& policy,
-                         const std::string& label)
-    : context(std::make_shared<TrainingContext>(label)), module_(module), policy_(policy), label_(label) {
+ModuleState::ModuleState(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+                         const MixedPrecisionPolicy& policy, const std::string& label)
+    : context(std::make_shared<TrainingContext>(label)),
+      modules_(modules.begin(), modules.end()),
+      policy_(policy),
+      label_(label) {
   buffer_cast.set_dtype(policy.buffer_dtype);
 }
 
-std::vector<std::shared_ptr<ModuleState>> ModuleState::tree() const {
-  const auto alive = module();
-  return alive ? states_under(*alive) : std::vector<std::shared_ptr<ModuleState>>{};
+std::vector<std::shared_ptr<torch::nn::Module>> ModuleState::modules() const {
+  std::vector<std::shared_ptr<torch::nn::Module>> alive;
+  for (const auto& weak : modules_) {
+    if (auto module = weak.lock()) alive.push_back(std::move(module));
+  }
+  return alive;
 }
 
-void ModuleState::become_root() {
+std::vector<std::shared_ptr<ModuleState>> ModuleState::tree() const {
+  std::vector<std::shared_ptr<ModuleState>> states;
+  for (const auto& module : modules()) {
+    for (auto& state : states_under(*module)) {
+      if (std::find(states.begin(), states.end(), state) == states.end()) states.push_back(std::move(state));
+    }
+  }
+  return states;
+}
+
+void ModuleState::become_root(const torch::nn::Module& module) {
+  FSDP2_CHECK(modules_.size() == 1, kUsage, "[fsdp] ", label_, " is a list of ", modules_.size(), " modules and has no root "
+              "above it; call fully_shard also on the one module that contains them, and run that one's forward");
   const auto states = tree();
   for (const auto& state : states) {
     FSDP2_CHECK(state.get() == this || !state->is_root_, kUsage, "[fsdp] ", state->label_,
                 " ran its forward before its root ", label_, " did, and so was taken for a root itself; run the forward "
                 "of the outermost module first");
   }
+  check_tied_parameters(module);
   check_ranks_agree();
   context->states.clear();
   for (const auto& state : states) {
     state->context = context;
     state->in_tree_ = true;
-    if (state->group) {
-      state->group->context = context;
+    for (const auto& group : state->groups) {
+      group->context = context;
+      context->max_input_buffers =
+          std::max(context->max_input_buffers, static_cast<size_t>(group->settings.max_input_buffers));
     }
     context->states.push_back(state);
   }
+  name_from(module);
   is_root_ = true;
   if (reshard_is_default_) {
     reshard_after_forward_ = false;  // backward needs the root's parameters first
+  }
+}
+
+void ModuleState::name_from(const torch::nn::Module& root) {
+  for (const auto& item : root.named_modules()) {
+    const auto state = state_of(*item.value());
+    if (!state) {
+      continue;
+    }
+    const bool first = state->modules_.front().lock() == item.value();
+    state->fqn_ = first ? item.key() : state->fqn_ + ", " + item.key();
+    for (const auto& group : state->groups) {
+      group->module_fqn = state->fqn_;
+    }
   }
 }
 
@@ -78,6 +117,14 @@ void check_equal_on_all_ranks(const std::string& mine, const ProcessGroup& group
   }
 }
 
+std::string type_names(const ModuleState& state) {
+  std::string names;
+  for (const auto& module : state.modules()) {
+    names += (names.empty() ? "" : ", ") + module->name();
+  }
+  return names;
+}
+
 }  // namespace
 
 void ModuleState::check_ranks_agree() const {
@@ -85,20 +132,23 @@ void ModuleState::check_ranks_agree() const {
   if (level == 0 || (level < 0 && !device.is_cpu())) {
     return;
   }
-  std::vector<std::pair<ProcessGroup, std::string>> texts;  // one per mesh, in the order of the modules
+  std::vector<std::pair<ProcessGroup, std::string>> texts;  // one per mesh axis, in the order of the modules
   for (const auto& state : tree()) {
-    if (!state->group) {
-      continue;
-    }
-    const ProcessGroup over = state->group->mesh().get_group(0);
-    auto text = std::find_if(texts.begin(), texts.end(), [&](const auto& known) { return known.first == over; });
-    if (text == texts.end()) {
-      text = texts.insert(texts.end(), {over, ""});
-    }
-    for (const FSDPParam& param : state->group->params()) {
-      text->second += c10::str(param.fqn(), " ", at::IntArrayRef(param.sizes()), " ", param.orig_dtype(),
-                               param.requires_grad() ? " trainable" : " frozen", " in ", state->module()->name(),
-                               state->reshard_after_forward_ ? "" : ", kept after forward", "\n");
+    for (const auto& group : state->groups) {
+      std::string text;
+      for (const FSDPParam& param : group->params()) {
+        text += c10::str(param.fqn(), " ", at::IntArrayRef(param.sizes()), " ", param.orig_dtype(),
+                         param.requires_grad() ? " trainable" : " frozen", " in ", type_names(*state),
+                         state->reshard_after_forward_ ? "" : ", kept after forward", ", ",
+                         to_string(param.sharded_spec().placements), "\n");
+      }
+      for (const ProcessGroup& over : group->mesh().groups()) {
+        auto known = std::find_if(texts.begin(), texts.end(), [&](const auto& each) { return each.first == over; });
+        if (known == texts.end()) {
+          known = texts.insert(texts.end(), {over, ""});
+        }
+        known->second += text;
+      }
     }
   }
   for (const auto& [group, text] : texts) {
@@ -107,24 +157,23 @@ void ModuleState::check_ranks_agree() const {
 }
 
 void ModuleState::check_written() const {
-  if (const auto alive = module()) {
-    detail::check_written(*alive);
+  for (const auto& module : modules()) {
+    detail::check_written(*module);
   }
 }
 
-void ModuleState::pre_forward(const TensorPointers& inputs) {
-  if (!in_tree_) {
-    become_root();
+void ModuleState::enter_iteration() {
+  context->recover_if_interrupted();
+  context->iteration_root = this;
+  if (const auto event = std::move(context->post_optim_event)) {
+    context->post_optim_event = nullptr;
+    if (!device.is_cpu()) {
+      event->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    }
   }
-  if (context->iteration_root == nullptr) {
-    context->recover_if_interrupted();
-    context->iteration_root = this;
-  }
-  ++depth_;
-  if (check_writes_) {
-    check_written();
-    check_writes_ = false;
-  }
+}
+
+void ModuleState::convert_inputs(const TensorPointers& inputs) const {
   for (at::Tensor* tensor : inputs) {
     if (!tensor->defined() || is_marked(*tensor)) {
       continue;
@@ -137,21 +186,72 @@ void ModuleState::pre_forward(const TensorPointers& inputs) {
       *tensor = tensor->to(*policy_.param_dtype);
     }
   }
-  if (group) {
-    group->wait_for_unshard();
-    if (depth_ == 1) {
-      attach_post_backward(inputs, group);
+}
+
+void ModuleState::convert_outputs(const TensorPointers& outputs) const {
+  if (!policy_.output_dtype) {
+    return;
+  }
+  for (at::Tensor* tensor : outputs) {
+    if (tensor->defined() && tensor->is_floating_point() && tensor->scalar_type() != *policy_.output_dtype) {
+      *tensor = tensor->to(*policy_.output_dtype);
     }
   }
-  for (const auto& weak : forward_prefetch) {
-    if (const auto next = weak.lock()) {
-      next->unshard();
+}
+
+void ModuleState::pre_forward(const torch::nn::Module& module, const TensorPointers& inputs) {
+  if (!in_tree_) {
+    become_root(module);
+  }
+  if (context->iteration_root == nullptr) {
+    enter_iteration();
+  }
+  ++depth_;
+  const bool begins_pass = !in_pass_;
+  in_pass_ = true;
+  if (check_writes_) {
+    check_written();
+    check_writes_ = false;
+  }
+  convert_inputs(inputs);
+  for (const auto& group : groups) group->unshard();
+  for (const auto& group : groups) group->wait_for_unshard();
+  if (begins_pass && !groups.empty()) {
+    attach_post_backward(inputs, shared_from_this());
+  }
+  if (begins_pass) {
+    for (const auto& weak : forward_prefetch) {
+      if (const auto next = weak.lock()) {
+        for (const auto& group : next->groups) group->unshard();
+      }
     }
   }
   buffer_cast.begin();
+  trace("forward", fqn_);
 }
 
-void ModuleState::post_forward(const TensorPointers& outputs) {
+/// Whether the forward of all modules is over.
+bool ModuleState::note_member_ran(const torch::nn::Module& module) {
+  if (modules_.size() == 1) {
+    return true;
+  }
+  ran_.insert(&module);
+  return ran_.size() == modules_.size();
+}
+
+void ModuleState::complete_forward(bool backward_follows) {
+  ran_.clear();
+  in_pass_ = false;
+  backward_follows_ = false;
+  if (reshard_after_forward_) {
+    for (const auto& group : groups) group->reshard_after_forward(backward_follows);
+  }
+  if (backward_follows && !groups.empty()) {
+    context->record_forward(shared_from_this());
+  }
+}
+
+void ModuleState::post_forward(const torch::nn::Module& module, const TensorPointers& outputs) {
   const bool outermost = --depth_ == 0;
   const bool ends_iteration = outermost && context->iteration_root == this;
   if (ends_iteration) {
@@ -159,35 +259,37 @@ void ModuleState::post_forward(const TensorPointers& outputs) {
   }
   if (outermost) {
     buffer_cast.end();
-    if (group && reshard_after_forward_) {
-      group->reshard();
+    backward_follows_ |= will_run_backward(outputs);
+    // Members of a list that are called on their own, without gradients, have nobody to complete their pass.
+    const bool complete = note_member_ran(module) || (ends_iteration && !at::GradMode::is_enabled());
+    if (complete) {
+      complete_forward(backward_follows_);
     }
-    const bool has_backward = attach_pre_backward(outputs, shared_from_this());
-    if (group && has_backward) {
-      context->record_forward(group);
-    }
+    attach_pre_backward(outputs, shared_from_this());
   }
   if (ends_iteration && is_root_) {
-    context->drop_pending_gathers();
-  }
-  if (policy_.output_dtype) {
-    for (at::Tensor* tensor : outputs) {
-      if (tensor->defined() && tensor->is_floating_point() && tensor->scalar_type() != *policy_.output_dtype) {
-        *tensor = tensor->to(*policy_.output_dtype);
+    for (auto weak = context->states.rbegin(); weak != context->states.rend(); ++weak) {
+      if (const auto state = weak->lock(); state && !state->ran_.empty()) {
+        state->complete_forward(state->backward_follows_);  // a list of which some were not called
       }
     }
+    context->drop_pending_gathers();
   }
+  convert_outputs(outputs);
 }
 
-void ModuleState::abandon_forward() noexcept {
+void ModuleState::abandon_forward(const torch::nn::Module&) noexcept {
   depth_ = depth_ > 0 ? depth_ - 1 : 0;
   if (depth_ > 0) {
     return;
   }
   try {
     buffer_cast.end();
-    if (group && reshard_after_forward_) {
-      group->reshard();
+    ran_.clear();
+    in_pass_ = false;
+    backward_follows_ = false;
+    if (reshard_after_forward_) {
+      for (const auto& group : groups) group->reshard();
     }
   } catch (...) {
     // Forward's own exception is the one to report.
@@ -199,22 +301,81 @@ void ModuleState::abandon_forward() noexcept {
 
 void ModuleState::pre_backward() {
   context->enter_backward();
-  if (group) {
-    group->pre_backward();
+  bool entered = false;
+  for (const auto& group : groups) {
+    entered |= group->enter_backward();
+  }
+  if (!entered) {
+    return;
+  }
+  for (const auto& group : groups) {
+    if (group->settings.unshard_in_backward) group->unshard();
+  }
+  for (const auto& group : groups) {
+    if (group->settings.unshard_in_backward) group->wait_for_unshard();
+  }
+  prefetch_backward();
+  trace("backward", fqn_);
+}
+
+void ModuleState::prefetch_backward() {
+  const auto start = [](ModuleState& target) {
+    for (auto group = target.groups.rbegin(); group != target.groups.rend(); ++group) {
+      if ((*group)->settings.unshard_in_backward) (*group)->unshard();
+    }
+  };
+  std::shared_ptr<ModuleState> previous;
+  if (!forward_positions.empty()) {
+    previous = context->forward_before(forward_positions.back());
+    forward_positions.pop_back();
+  }
+  if (backward_prefetch.empty()) {
+    if (previous) start(*previous);
+    return;
+  }
+  for (const auto& weak : backward_prefetch) {
+    if (const auto target = weak.lock()) start(*target);
   }
 }
 
-void pre_forward(ModuleState& state, const TensorPointers& inputs) {
+void ModuleState::post_backward() {
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    (*group)->post_backward(false);
+  }
+}
+
+void ModuleState::finish_backward() {
+  ran_.clear();
+  in_pass_ = depth_ > 0;
+  backward_follows_ = false;
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    (*group)->post_backward(true);
+  }
+}
+
+void ModuleState::reset() {
+  ran_.clear();
+  in_pass_ = depth_ > 0;
+  backward_follows_ = false;
+  forward_positions.clear();
+  for (const auto& group : groups) {
+    group->reset();
+  }
+}
+
+void pre_forward(ModuleState& state, const torch::nn::Module& module, const TensorPointers& inputs) {
   try {
-    state.pre_forward(inputs);
+    state.pre_forward(module, inputs);
   } catch (...) {
-    state.abandon_forward();
+    state.abandon_forward(module);
     throw;
   }
 }
 
-void post_forward(ModuleState& state, const TensorPointers& outputs) { state.post_forward(outputs); }
+void post_forward(ModuleState& state, const torch::nn::Module& module, const TensorPointers& outputs) {
+  state.post_forward(module, outputs);
+}
 
-void abandon_forward(ModuleState& state) noexcept { state.abandon_forward(); }
+void abandon_forward(ModuleState& state, const torch::nn::Module& module) noexcept { state.abandon_forward(module); }
 
 }  // namespace fsdp2::detail

@@ -1,12 +1,13 @@
 #pragma once
 
-// The hooks of one module given to fully_shard. Note [One step, in the order of time] in module_state.cpp.
+// What fully_shard hangs on a module: hooks, policy, groups. Note [One step, in the order of time] in module_state.cpp.
 
 #include <fsdp2/module.h>
 #include <fsdp2/policy.h>
 
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "fsdp/buffer_cast.h"
@@ -17,16 +18,26 @@ namespace fsdp2::detail {
 
 class ModuleState : public std::enable_shared_from_this<ModuleState> {
  public:
-  ModuleState(const std::shared_ptr<torch::nn::Module>& module, const MixedPrecisionPolicy& policy,
+  /// Several modules are those of one list.
+  ModuleState(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const MixedPrecisionPolicy& policy,
               const std::string& label);
 
-  void pre_forward(const TensorPointers& inputs);
-  void post_forward(const TensorPointers& outputs);
-  void abandon_forward() noexcept;
+  void pre_forward(const torch::nn::Module& module, const TensorPointers& inputs);
+  void post_forward(const torch::nn::Module& module, const TensorPointers& outputs);
+  void abandon_forward(const torch::nn::Module& module) noexcept;
   void pre_backward();
+  /// Gradients of the modules' inputs are there.
+  void post_backward();
+  /// Backward is over.
+  void finish_backward();
+  /// After an exception.
+  void reset();
 
-  std::shared_ptr<torch::nn::Module> module() const { return module_.lock(); }
+  /// Those that are alive.
+  std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
   const std::string& label() const { return label_; }
+  /// From the root ("" is the root, and any module before the first forward), those of a list joined.
+  const std::string& fqn() const { return fqn_; }
   bool is_root() const { return is_root_; }
   /// This state and those of modules below it, in module order.
   std::vector<std::shared_ptr<ModuleState>> tree() const;
@@ -39,26 +50,38 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   /// Look at the tensors that to_empty() made again, at the next forward.
   void expect_writes() { check_writes_ = true; }
 
-  std::shared_ptr<ParamGroup> group;  // null where nothing is left to manage
+  std::vector<std::shared_ptr<ParamGroup>> groups;  // one per mesh; empty where nothing is left to manage
   std::shared_ptr<TrainingContext> context;
-  std::vector<std::weak_ptr<ParamGroup>> forward_prefetch;
+  std::vector<std::weak_ptr<ModuleState>> forward_prefetch, backward_prefetch;
+  std::vector<size_t> forward_positions;  // in the context's forward order; the last is used first in backward
   BufferCast buffer_cast;
   c10::Device device = at::kCPU;
 
  private:
-  void become_root();
+  void become_root(const torch::nn::Module& module);
+  void name_from(const torch::nn::Module& root);
   void check_written() const;
   void check_ranks_agree() const;
+  void enter_iteration();
+  void convert_inputs(const TensorPointers& inputs) const;
+  void convert_outputs(const TensorPointers& outputs) const;
+  bool note_member_ran(const torch::nn::Module& module);
+  void complete_forward(bool backward_follows);
+  void prefetch_backward();
 
-  std::weak_ptr<torch::nn::Module> module_;
+  std::vector<std::weak_ptr<torch::nn::Module>> modules_;
   MixedPrecisionPolicy policy_;
-  std::string label_;
+  std::string label_, fqn_;
   bool reshard_after_forward_ = true;
   bool reshard_is_default_ = false;
   bool is_root_ = false;
   bool in_tree_ = false;       // a root was found, this one or one above
   bool check_writes_ = true;
   int depth_ = 0;              // entries of forward that are running
+  // Of a list: members that ran in the forward under way; it is over when all did.
+  std::unordered_set<const torch::nn::Module*> ran_;
+  bool in_pass_ = false;
+  bool backward_follows_ = false;
 };
 
 // The registry: states are found from their module in O(1) and go with it.
@@ -68,5 +91,7 @@ void register_state(const std::shared_ptr<torch::nn::Module>& module, std::share
 void purge_states() noexcept;
 /// States of `module` and everything below it, in module order, each once.
 std::vector<std::shared_ptr<ModuleState>> states_under(const torch::nn::Module& module);
+/// The state whose group has this parameter; null where it is not one of fully_shard's.
+std::shared_ptr<ModuleState> owner_of(const Tensor& param);
 
 }  // namespace fsdp2::detail

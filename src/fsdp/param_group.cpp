@@ -1,46 +1,43 @@
 #include "fsdp/param_group.h"
 
 #include <ATen/Functions.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
 #include <fsdp2/error.h>
+#include <fsdp2/log.h>
 
-#include "fsdp/counting.h"
 #include "fsdp/debug_level.h"
-#include "fsdp/gradient_reduction.h"
-#include "fsdp/training_context.h"
+#include "fsdp/post_accumulate.h"
 
 namespace fsdp2::detail {
 
-namespace {
-
-/// Library work on plain tensors, whatever mode the user's code is in.
-struct PlainWork {
-  c10::InferenceMode normal_tensors{false};
-  at::NoGradGuard no_grad;
-  BelowDTensor below;
-};
-
-}  // namespace
-
-ParamGroup::ParamGroup(const std::vector<Named>& params, const DeviceMesh& mesh, const MixedPrecisionPolicy& policy,
-                       c10::Device device)
-    : mesh_(mesh), group_(mesh.get_group(0)), size_(mesh.size(0)), rank_(mesh.get_local_rank(0)), policy_(policy) {
+ParamGroup::ParamGroup(const std::vector<Named>& params, const DataParallelMesh& mesh,
+                       const MixedPrecisionPolicy& policy, c10::Device device,
+                       const std::optional<CPUOffloadPolicy>& offload)
+    : mesh_(mesh), size_(mesh.shard_size), rank_(mesh.shard_rank), policy_(policy), device_(device), offload_(offload) {
   const PlainWork plain;
   params_.reserve(params.size());
   std::vector<Tensor> locals;
   std::vector<std::string> fqns;
   for (const Named& named : params) {
-    FSDPParam& param = params_.emplace_back(named.param, named.fqn, mesh);
+    Tensor local = named.local;
+    if (!local.defined()) {
+      const Tensor whole = is_marked(named.param) ? local_of(named.param) : named.param.variable_data();
+      const FSDPParam& param = params_.emplace_back(named.param, named.fqn, mesh, named.shard_dim);
+      local = param.own_rows_of(whole);
+    } else {
+      params_.emplace_back(named.param, named.fqn, mesh, named.shard_dim);
+    }
+    locals.push_back(std::move(local));
+    leaves_.push_back(named.leaf);
     fqns.push_back(named.fqn);
-    const ChunkRange own = chunk_range(param.num_rows(), size_, rank_);
-    locals.push_back(named.param.variable_data().narrow(0, own.offset, own.length));
   }
-  build_buffers(locals, device);
+  if (offload_ && offload_->pin_memory && device.is_cpu()) {
+    FSDP2_LOG_WARN_ONCE("[fsdp] CPUOffloadPolicy::pin_memory has no effect without an accelerator");
+  }
+  build_buffers(locals, offload_ ? c10::Device(at::kCPU) : device);
   set_fqns(fqns);
 }
 
@@ -63,7 +60,10 @@ void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device de
     const int64_t numel = buffer.offsets.back() + params_[buffer.members.back()].padded_numel();
     const bool meta = std::any_of(buffer.members.begin(), buffer.members.end(),
                                   [&](size_t i) { return locals[i].is_meta(); });
-    buffer.flat = at::empty({numel}, at::TensorOptions(buffer.dtype).device(meta ? c10::Device(at::kMeta) : device));
+    const bool pinned = offload_ && offload_->pin_memory && !device_.is_cpu() && !meta;
+    buffer.flat = at::empty({numel}, at::TensorOptions(buffer.dtype)
+                                         .device(meta ? c10::Device(at::kMeta) : device)
+                                         .pinned_memory(pinned));
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       FSDPParam& param = params_[buffer.members[k]];
       const Tensor& from = locals[buffer.members[k]];
@@ -95,28 +95,74 @@ void ParamGroup::build_gather_buckets() {
       bucket = gathers_.insert(gathers_.end(), GatherBucket{});
       bucket->dtype = dtype;
     }
-    bucket->members.push_back({i, home[i].first, home[i].second, bucket->numel});
+    bucket->members.push_back({i, home[i].first, home[i].second, bucket->numel, bucket->part_numel});
     bucket->numel += params_[i].padded_numel();
+    bucket->part_numel += part_mesh_ ? params_[i].geometry().padded_numel(part_mesh_->size(1)) : 0;
   }
 }
 
 void ParamGroup::install_leaf_hooks(const std::shared_ptr<void>& owner_token) {
   for (size_t i = 0; i < params_.size(); ++i) {
     Tensor param = params_[i].param();
+    if (leaves_[i]) {  // of another group before
+      leaves_[i]->group = weak_from_this();
+      leaves_[i]->index = i;
+      continue;
+    }
+    leaves_[i] = std::make_shared<LeafTarget>(LeafTarget{weak_from_this(), i});
     if (!at::isFloatingType(param.scalar_type()) && !at::isComplexType(param.scalar_type())) {
       continue;  // can never require a gradient
     }
     const bool trainable = param.requires_grad();
     param.unsafeGetTensorImpl()->set_requires_grad(true);  // a frozen parameter may be unfrozen later
-    param.register_hook([self = weak_from_this(), i, owner_token](const Tensor& gradient) {
-      if (const auto group = self.lock()) {
-        group->on_leaf_gradient(i, gradient);
+    param.register_hook([target = leaves_[i], owner_token](const Tensor& gradient) {
+      if (const auto group = target->group.lock()) {
+        group->on_leaf_gradient(target->index, gradient);
       }
       return Tensor();
     });
+    defer_post_accumulate_hooks(param);
     param.unsafeGetTensorImpl()->set_requires_grad(trainable);
   }
 }
+
+ParamGroup::Named ParamGroup::give_up(const Tensor& param) {
+  const PlainWork plain;
+  adopt_foreign_data();
+  Named given;
+  std::vector<Named> kept;
+  std::vector<Tensor> locals;
+  std::vector<FSDPParam> rest;
+  std::vector<std::shared_ptr<LeafTarget>> leaves;
+  std::vector<std::string> fqns;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    FSDPParam& each = params_[i];
+    if (each.param().is_same(param)) {
+      given = {param, each.fqn(), each.shard_dim(), each.local(), leaves_[i]};
+      continue;
+    }
+    locals.push_back(each.local());
+    fqns.push_back(each.fqn());
+    leaves_[i]->index = rest.size();
+    leaves.push_back(leaves_[i]);
+    rest.push_back(std::move(each));
+  }
+  const c10::Device device = given.local.device();
+  params_ = std::move(rest);
+  leaves_ = std::move(leaves);
+  build_buffers(locals, device);
+  set_fqns(fqns);
+  return given;
+}
+
+void ParamGroup::keep_parts_over(std::optional<DeviceMesh> mesh) {
+  part_mesh_ = std::move(mesh);
+  if (state_ == DataState::kSharded) {
+    build_gather_buckets();
+  }
+}
+
+c10::Device ParamGroup::compute_device() const { return offload_ ? device_ : params_.front().device(); }
 
 void ParamGroup::set_fqns(const std::vector<std::string>& fqns) {
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -127,8 +173,11 @@ void ParamGroup::set_fqns(const std::vector<std::string>& fqns) {
 }
 
 void ParamGroup::check_ready() {
-  std::string on_meta, unwritten;
+  std::string on_meta, unwritten, off_cpu;
   for (const FSDPParam& param : params_) {
+    if (offload_ && !param.local().is_meta() && !param.device().is_cpu()) {
+      off_cpu += c10::str(off_cpu.empty() ? "" : ", ", param.fqn(), " (on ", param.device(), ")");
+    }
     if (param.local().is_meta()) {
       on_meta += (on_meta.empty() ? "" : ", ") + param.fqn();
     } else if (param.is_unwritten()) {
@@ -137,7 +186,7 @@ void ParamGroup::check_ready() {
   }
   if (ask_ranks_for_unwritten_ && size_ > 1 && debug_level() != 0) {
     // A rank without rows cannot tell; it must not wait in a gather that the others refuse.
-    for (const std::string& names : all_gather_strings(unwritten, group_)) {
+    for (const std::string& names : all_gather_strings(unwritten, mesh_.shard_group)) {
       if (unwritten.empty()) unwritten = names;
     }
   }
@@ -147,6 +196,8 @@ void ParamGroup::check_ready() {
   FSDP2_CHECK(unwritten.empty(), kUsage, "[fsdp] parameters ", unwritten, " were given memory by to_empty() but never "
               "written; call reset_parameters(model), load a checkpoint, or mark_initialized(module) where values were "
               "written through raw pointers");
+  FSDP2_CHECK(off_cpu.empty(), kUsage, "[fsdp] with offload_policy the shards must be on the CPU, but these are not: ",
+              off_cpu, "; call to_empty(model, torch::kCPU), or model->to(torch::kCPU)");
   for (FSDPParam& param : params_) {
     param.mark_written();
   }
@@ -170,139 +221,13 @@ void ParamGroup::adopt_foreign_data() {
   ready_ = false;
 }
 
-void ParamGroup::unshard() {
-  if (state_ != DataState::kSharded) {
-    return;
-  }
-  const PlainWork plain;
-  adopt_foreign_data();
-  if (!ready_) {
-    check_ready();
-  }
-  state_ = DataState::kGathering;
-  for (FSDPParam& param : params_) {
-    param.expect_no_write();
-  }
-  try {
-    for (GatherBucket& bucket : gathers_) {
-      start_gather(bucket);
-    }
-  } catch (...) {
-    reset();
-    throw;
-  }
-}
-
-void ParamGroup::start_gather(GatherBucket& bucket) {
-  if (size_ == 1) {
-    return;
-  }
-  const ShardBuffer& first = buffers_[bucket.members.front().buffer];
-  bucket.gathered = at::empty({size_, bucket.numel}, first.flat.options().dtype(bucket.dtype));
-  Tensor in;
-  const bool whole_buffer = first.members.size() == bucket.members.size();  // one original dtype in the bucket
-  if (whole_buffer && first.dtype == bucket.dtype) {
-    in = first.flat;
-  } else {
-    in = bucket.gathered[rank_];
-    if (whole_buffer) {
-      in.copy_(first.flat);
-    } else {
-      for (const auto& member : bucket.members) {
-        const int64_t numel = params_[member.param].padded_numel();
-        in.narrow(0, member.offset, numel)
-            .copy_(buffers_[member.buffer].flat.narrow(0, member.buffer_offset, numel));
-      }
-    }
-  }
-  count_collective(CollectiveOp::kAllGather, static_cast<int64_t>(bucket.gathered.nbytes()));
-  Tensor out = bucket.gathered.view({-1});
-  bucket.work = all_gather(out, in, group_, {label_.c_str()});
-}
-
-void ParamGroup::wait_for_unshard() {
-  if (state_ == DataState::kUnsharded) {
-    return;
-  }
-  unshard();
-  const PlainWork plain;
-  try {
-    for (const FSDPParam& param : params_) {
-      param.check_gathered();
-    }
-  } catch (...) {
-    reshard();
-    throw;
-  }
-  try {
-    for (GatherBucket& bucket : gathers_) {
-      finish_gather(bucket);
-    }
-  } catch (...) {
-    reset();
-    throw;
-  }
-  state_ = DataState::kUnsharded;
-}
-
-void ParamGroup::finish_gather(GatherBucket& bucket) {
-  bucket.work.wait();
-  for (const auto& member : bucket.members) {
-    FSDPParam& param = params_[member.param];
-    if (size_ == 1) {
-      if (bucket.dtype == param.orig_dtype()) {
-        param.alias_whole_to_shard();
-      } else {
-        const Tensor& whole = param.whole(bucket.dtype);
-        param.acquire_whole();
-        whole.variable_data().copy_(param.local());
-      }
-      param.to_unsharded();
-      continue;
-    }
-    const Tensor& whole = param.whole(bucket.dtype);
-    param.acquire_whole();
-    // Through an alias: the leaf's version counter must not move when autograd's saved weight is filled again.
-    const Tensor flat = whole.variable_data().view({-1});
-    const int64_t chunk = param.padded_numel();
-    const Tensor parts = bucket.gathered.narrow(1, member.offset, chunk);
-    const int64_t full_ranks = chunk == 0 ? 0 : flat.numel() / chunk;
-    if (full_ranks > 0) {
-      flat.narrow(0, 0, full_ranks * chunk).view({full_ranks, chunk}).copy_(parts.narrow(0, 0, full_ranks));
-    }
-    if (const int64_t left = flat.numel() - full_ranks * chunk; left > 0) {
-      flat.narrow(0, full_ranks * chunk, left).copy_(parts[full_ranks].narrow(0, 0, left));
-    }
-    param.to_unsharded();
-  }
-  bucket.gathered = Tensor();
-}
-
-void ParamGroup::reshard() {
-  if (state_ == DataState::kSharded) {
-    return;
-  }
-  if (state_ == DataState::kGathering) {  // gathered ahead, and not needed after all
-    state_ = DataState::kSharded;
-    for (GatherBucket& bucket : gathers_) {
-      bucket.work.wait();
-      bucket.gathered = Tensor();
-    }
-    return;
-  }
-  for (const FSDPParam& param : params_) {
-    param.check_unsharded();
-  }
-  for (FSDPParam& param : params_) {
-    param.to_sharded();
-  }
-  state_ = DataState::kSharded;
-}
-
 void ParamGroup::to_empty(c10::Device device) {
   reshard();
   const PlainWork plain;
   adopt_foreign_data();
+  if (offload_) {
+    device = at::kCPU;
+  }
   for (ShardBuffer& buffer : buffers_) {
     buffer.flat = at::empty(buffer.flat.sizes(), at::TensorOptions(buffer.dtype).device(device));
     for (size_t k = 0; k < buffer.members.size(); ++k) {
@@ -330,144 +255,6 @@ void ParamGroup::mark_written(const std::unordered_set<const c10::TensorImpl*>& 
       param.mark_written();
     }
   }
-}
-
-void ParamGroup::on_leaf_gradient(size_t index, const Tensor& gradient) {
-  context->enter_backward();
-  FSDPParam& param = params_[index];
-  Tensor alive = param.param();
-  if (is_marked(gradient)) {
-    // From to_local() or full_tensor() in the loss: this rank's part already, it adds to the reduced gradient.
-    FSDP2_CHECK(!param.gradient.accumulating() && !param.gradient.has_pending(alive, param.fqn()), kUsage,
-                "[fsdp] parameter ", param.fqn(), " got a sharded gradient (from to_local() or full_tensor() in the "
-                "loss) beside an unreduced one; call backward on that part of the loss alone, after "
-                "synchronize_gradients()");
-    return;
-  }
-  param.gradient.begin(alive, param.sharded_spec());
-}
-
-void ParamGroup::pre_backward() {
-  if (in_pre_backward) {
-    return;
-  }
-  in_pre_backward = true;
-  wait_for_unshard();
-  if (!backward_prefetch.empty()) {
-    for (const auto& target : backward_prefetch) {
-      if (const auto group = target.lock()) group->unshard();
-    }
-    return;
-  }
-  if (!forward_positions.empty()) {
-    const size_t position = forward_positions.back();
-    forward_positions.pop_back();
-    if (const auto previous = context->forward_before(position)) {
-      previous->unshard();
-    }
-  }
-}
-
-void ParamGroup::post_backward(bool at_end) {
-  in_pre_backward = false;
-  const bool any = std::any_of(params_.begin(), params_.end(),
-                               [](const FSDPParam& param) { return param.gradient.accumulating(); });
-  if (!reduce_gradients) {
-    if (any) {
-      keep_pending();
-    }
-    if (reshard_after_backward) {
-      reshard();
-    }
-    return;
-  }
-  // Without a new gradient the module is frozen, or is used once more further on in this backward.
-  if (any || at_end) {
-    reduce_all();
-  } else if (reshard_after_backward) {
-    reshard();
-  }
-}
-
-void ParamGroup::keep_pending() {
-  const PlainWork plain;
-  for (FSDPParam& param : params_) {
-    if (!param.gradient.accumulating()) {
-      continue;
-    }
-    Tensor alive = param.param();
-    Tensor whole = param.gradient.take(alive, param.fqn());
-    if (!whole.defined()) {
-      continue;
-    }
-    if (policy_.reduce_dtype && whole.is_floating_point() && whole.scalar_type() != *policy_.reduce_dtype) {
-      whole = whole.to(*policy_.reduce_dtype);
-    }
-    param.gradient.show(alive, std::move(whole), param.sharded_spec());
-  }
-}
-
-void ParamGroup::reduce_all() {
-  std::vector<std::pair<size_t, Tensor>> gradients;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    FSDPParam& param = params_[i];
-    Tensor alive = param.param();
-    if (!alive.defined()) {
-      continue;
-    }
-    Tensor whole = param.gradient.take(alive, param.fqn());
-    if (whole.defined()) {
-      gradients.emplace_back(i, std::move(whole));
-    }
-  }
-  if (reshard_after_backward) {
-    reshard();
-  }
-  if (!gradients.empty()) {
-    context->finish_reduction();
-    std::vector<size_t> indices;
-    for (const auto& [index, gradient] : gradients) indices.push_back(index);
-    context->note_reduction(shared_from_this(), std::move(indices));
-    context->set_reduction(std::make_unique<GradientReduction>(shared_from_this(), std::move(gradients)));
-  }
-}
-
-void ParamGroup::synchronize_gradients() {
-  reduce_all();
-  context->finish_reduction();
-}
-
-std::vector<Tensor> ParamGroup::pending_gradients() {
-  std::vector<Tensor> found;
-  for (FSDPParam& param : params_) {
-    Tensor alive = param.param();
-    if (alive.defined() && param.gradient.has_pending(alive, param.fqn())) {
-      found.push_back(param.gradient.pending());
-    }
-  }
-  return found;
-}
-
-void ParamGroup::reset() {
-  for (GatherBucket& bucket : gathers_) {
-    try {
-      bucket.work.wait();
-    } catch (const std::exception&) {
-      // The error that brought us here is the one to report.
-    }
-    bucket.gathered = Tensor();
-  }
-  for (FSDPParam& param : params_) {
-    if (param.is_unsharded()) {
-      param.to_sharded();
-    }
-    if (Tensor alive = param.param(); alive.defined()) {
-      param.gradient.abandon(alive);
-    }
-  }
-  state_ = DataState::kSharded;
-  in_pre_backward = false;
-  forward_positions.clear();
 }
 
 }  // namespace fsdp2::detail

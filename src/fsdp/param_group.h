@@ -1,7 +1,9 @@
 #pragma once
 
-// The parameters of one fully_shard call: gathered together, reduced together.
+// Parameters that are gathered together and reduced together: those of one fully_shard call on one mesh.
+// param_group.cpp has their storage, gathering.cpp the way to whole and back, group_backward.cpp the gradients.
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_set>
@@ -9,11 +11,13 @@
 
 #include <fsdp2/policy.h>
 
+#include "fsdp/data_parallel_mesh.h"
 #include "fsdp/fsdp_param.h"
 #include "process/collectives.h"
 
 namespace fsdp2::detail {
 
+class ParamGroup;
 class TrainingContext;
 
 /// Note [Buckets]
@@ -32,30 +36,66 @@ struct GatherBucket {
   at::ScalarType dtype{};  // while whole
   struct Member {
     size_t param, buffer;
-    int64_t buffer_offset, offset;
+    int64_t buffer_offset, offset, part_offset;
   };
   std::vector<Member> members;
-  int64_t numel = 0;     // of one rank
-  Tensor gathered;       // (world size, numel) while in flight
+  int64_t numel = 0;       // of one rank
+  int64_t part_numel = 0;  // of one rank in a gather from parts
+  Tensor part;             // this rank's rows while the group is kept in parts
+  Tensor gathered;         // (ranks, numel) while in flight
   PendingCollective work;
+};
+
+/// Where a parameter's hooks find it: it may move to another group (a tied parameter).
+struct LeafTarget {
+  std::weak_ptr<ParamGroup> group;
+  size_t index = 0;
+};
+
+/// Users' choices for one group. FSDPModule's methods say what each does.
+struct GroupSettings {
+  bool reduce_gradients = true;
+  bool all_reduce_gradients = true;
+  bool reshard_after_backward = true;
+  bool unshard_in_backward = true;
+  bool reduce_unused = false;
+  bool force_sum = false;
+  bool allocate_from_group = false;
+  std::optional<double> divide_factor;
+  int max_input_buffers = 1;
+  std::function<void(Tensor&)> all_reduce_hook;
+  std::optional<c10::Stream> all_reduce_hook_stream;
+  std::shared_ptr<AllGather> all_gather;
+  std::shared_ptr<ReduceScatter> reduce_scatter;
+  ProcessGroup reduce_scatter_group;  // where it is not the mesh's
 };
 
 class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
  public:
+  /// `local` and `leaf`: of a parameter that another group gave up.
   struct Named {
     Tensor param;
     std::string fqn;
+    int64_t shard_dim = 0;
+    Tensor local = {};
+    std::shared_ptr<LeafTarget> leaf = {};
   };
-  /// Takes over the parameters' data: frees the whole, keeps this rank's shard on `device`. Local.
-  ParamGroup(const std::vector<Named>& params, const DeviceMesh& mesh, const MixedPrecisionPolicy& policy,
-             c10::Device device);
+  /// Takes over the parameters' data: frees the whole, keeps this rank's shard on `device`, or on the CPU with
+  /// `offload`. Local.
+  ParamGroup(const std::vector<Named>& params, const DataParallelMesh& mesh, const MixedPrecisionPolicy& policy,
+             c10::Device device, const std::optional<CPUOffloadPolicy>& offload);
   /// Hooks on the parameters, which also keep `owner_token` alive as long as one parameter lives.
   void install_leaf_hooks(const std::shared_ptr<void>& owner_token);
+  /// Lets go of a parameter, for another group. The group must be sharded.
+  Named give_up(const Tensor& param);
 
   std::vector<FSDPParam>& params() { return params_; }
-  const DeviceMesh& mesh() const { return mesh_; }
+  const DataParallelMesh& mesh() const { return mesh_; }
   bool is_unsharded() const { return state_ == DataState::kUnsharded; }
   bool unshard_pending() const { return state_ == DataState::kGathering; }
+
+  /// Where parameters are whole.
+  c10::Device compute_device() const;
 
   /// Starts the gather where the group is sharded.
   void unshard();
@@ -63,11 +103,17 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void wait_for_unshard();
   /// Frees the whole parameters. Throws kUsage where a user's write to one would be lost.
   void reshard();
+  /// After forward: like reshard(), or keeps parts over fewer ranks where that was asked for and backward follows.
+  void reshard_after_forward(bool backward_follows);
+  /// Parts over the last axis of `mesh` from the next forward on; nullopt: none. Local.
+  void keep_parts_over(std::optional<DeviceMesh> mesh);
 
   /// Memory for the shards on `device`, values undefined.
   void to_empty(c10::Device device);
 
-  void pre_backward();
+  /// Backward reached the group's modules. Returns false where it was there already.
+  bool enter_backward();
+  bool in_backward() const { return in_backward_; }
   /// After the gradients of the group's modules are there (or, with `at_end`, when backward is over).
   void post_backward(bool at_end);
   /// Reduces what is pending, outside backward.
@@ -85,37 +131,55 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void mark_written(const std::unordered_set<const c10::TensorImpl*>& handled);
 
   std::shared_ptr<TrainingContext> context;  // of the tree
-  bool reduce_gradients = true;
-  bool reshard_after_backward = true;
-  bool in_pre_backward = false;
-  std::vector<size_t> forward_positions;  // in the context's forward order; the last is used first in backward
-  std::vector<std::weak_ptr<ParamGroup>> backward_prefetch;
+  GroupSettings settings;
+  std::string module_fqn;  // from the root, those of a list joined
 
  private:
   friend class GradientReduction;
-  enum class DataState { kSharded, kGathering, kUnsharded };
+  enum class DataState { kSharded, kGathering, kUnsharded, kInParts };
 
+  // param_group.cpp
   void build_buffers(const std::vector<Tensor>& locals, c10::Device device);
   void adopt_foreign_data();
   void build_gather_buckets();
   void check_ready();
+  // gathering.cpp
   void start_gather(GatherBucket& bucket);
+  Tensor gather_input(const GatherBucket& bucket) const;
   void finish_gather(GatherBucket& bucket);
+  void copy_alone(const GatherBucket& bucket);
+  void to_parts();
+  Tensor communication_buffer(int64_t numel, const at::TensorOptions& options, const ProcessGroup& group) const;
+  // group_backward.cpp
   void on_leaf_gradient(size_t index, const Tensor& gradient);
   void keep_pending();
-  void reduce_all();
+  void reduce_all(bool all_reduce);
 
-  DeviceMesh mesh_;
-  ProcessGroup group_;
-  int64_t size_ = 1, rank_ = 0;
+  DataParallelMesh mesh_;
+  int64_t size_ = 1, rank_ = 0;  // of the shard axis
   MixedPrecisionPolicy policy_;
+  c10::Device device_;  // that forward runs on
+  std::optional<CPUOffloadPolicy> offload_;
+  std::optional<DeviceMesh> part_mesh_;
+  bool gather_from_parts_ = false;  // of the gather under way
   std::vector<FSDPParam> params_;
+  std::vector<std::shared_ptr<LeafTarget>> leaves_;
   std::vector<ShardBuffer> buffers_;
   std::vector<GatherBucket> gathers_;
   DataState state_ = DataState::kSharded;
   std::string label_;
   bool ready_ = false;  // no parameter is on meta or unwritten
   bool ask_ranks_for_unwritten_ = false;
+  bool in_backward_ = false;
+  bool ever_unsharded_ = false;
+  bool reduced_unused_ = false;  // zeros stood in for unused parameters in this backward
+};
+
+/// Library work on plain tensors, whatever mode the user's code is in.
+struct PlainWork {
+  c10::InferenceMode normal_tensors{false};
+  at::NoGradGuard no_grad;
+  BelowDTensor below;
 };
 
 }  // namespace fsdp2::detail

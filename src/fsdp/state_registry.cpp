@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <shared_mutex>
@@ -39,7 +40,7 @@ void collect_states(const torch::nn::Module& module, std::unordered_set<const to
   if (!seen.insert(&module).second) {
     return;
   }
-  if (auto state = state_of(module)) {
+  if (auto state = state_of(module); state && std::find(states.begin(), states.end(), state) == states.end()) {
     states.push_back(std::move(state));
   }
   for (const auto& child : module.children()) {
@@ -98,10 +99,26 @@ std::vector<std::shared_ptr<ModuleState>> states_under(const torch::nn::Module& 
 
 void reshard_all(const torch::nn::Module& module) {
   for (const auto& state : states_under(module)) {
-    if (state->group) {
-      state->group->reshard();
+    for (const auto& group : state->groups) {
+      group->reshard();
     }
   }
+}
+
+std::shared_ptr<ModuleState> owner_of(const Tensor& param) {
+  Registry& all = registry();
+  const std::shared_lock lock(all.mutex);
+  for (const auto& [module, entry] : all.entries) {
+    if (entry.module.expired()) {
+      continue;
+    }
+    for (const auto& group : entry.state->groups) {
+      for (const FSDPParam& each : group->params()) {
+        if (each.param().is_same(param)) return entry.state;
+      }
+    }
+  }
+  return nullptr;
 }
 
 }  // namespace fsdp2::detail

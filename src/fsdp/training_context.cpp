@@ -6,19 +6,20 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <mutex>
 
 #include <fsdp2/error.h>
 #include <fsdp2/log.h>
 
 #include "fsdp/debug_level.h"
-#include "fsdp/gradient_reduction.h"
 #include "fsdp/module_state.h"
 #include "fsdp/param_group.h"
 
 namespace fsdp2::detail {
 
-TrainingContext::TrainingContext(std::string label) : label_(std::move(label)) {}
+TrainingContext::TrainingContext(std::string label)
+    : reductions(std::make_shared<ReductionQueue>()), label_(std::move(label)) {}
 
 TrainingContext::~TrainingContext() = default;
 
@@ -54,12 +55,13 @@ void TrainingContext::warn_of_second_root(int graph_task) const {
 
 void TrainingContext::finish_backward() {
   for (const auto& weak : states) {
-    if (const auto state = weak.lock(); state && state->group) {
-      state->group->post_backward(true);
+    if (const auto state = weak.lock()) {
+      state->finish_backward();
     }
   }
+  iteration_root = nullptr;
   drop_pending_gathers();
-  finish_reduction();
+  finish_reductions();
   check_reductions_agree();
   if (is_last_backward) {
     clear_forward_order();
@@ -67,40 +69,54 @@ void TrainingContext::finish_backward() {
   graph_task_ = -1;  // last: a backward that threw is cleared up by the next forward
 }
 
-void TrainingContext::note_reduction(const std::shared_ptr<ParamGroup>& group, std::vector<size_t> params) {
-  reduced_.emplace_back(group, std::move(params));
+void TrainingContext::reduce(const std::shared_ptr<ParamGroup>& group,
+                             std::vector<std::pair<size_t, at::Tensor>> gradients, bool all_reduce) {
+  std::vector<size_t> indices;
+  for (const auto& [index, gradient] : gradients) indices.push_back(index);
+  reduced_.emplace_back(group, std::move(indices));
+  reductions->start(group, std::move(gradients), all_reduce, max_input_buffers);
 }
 
 // Ranks that used different parameters of a group would add the gradients of one to another's wherever the sizes
-// happen to agree. One small exchange a backward tells.
+// happen to agree. One small exchange a backward (and mesh axis) tells.
 void TrainingContext::check_reductions_agree() {
-  const auto reduced = std::move(reduced_);
-  reduced_.clear();
   const int level = debug_level();
-  if (reduced.empty() || level == 0 || (level < 0 && !reduced.front().first->params().front().device().is_cpu())) {
-    return;
-  }
-  const ProcessGroup over = reduced.front().first->mesh().get_group(0);
-  const int64_t size = over->getSize();
-  if (size == 1) {
+  if (reduced_.empty() || level == 0 || (level < 0 && !reduced_.front().first->compute_device().is_cpu())) {
+    reduced_.clear();
     return;
   }
   uint64_t hash = 0x9e3779b97f4a7c15;
   const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0xff51afd7ed558ccd + (hash >> 29); };
-  for (const auto& [group, params] : reduced) {
+  std::vector<ProcessGroup> groups;
+  for (const auto& [group, params] : reduced_) {
     mix(std::hash<std::string>()(group->label()));
     for (const size_t index : params) mix(index + 1);
+    for (const ProcessGroup& each : group->mesh().groups()) {
+      if (std::find(groups.begin(), groups.end(), each) == groups.end()) groups.push_back(each);
+    }
   }
+  try {
+    for (const ProcessGroup& group : groups) {
+      check_agree_over(group, static_cast<int64_t>(hash));
+    }
+  } catch (...) {
+    reduced_.clear();
+    throw;
+  }
+  reduced_.clear();
+}
+
+void TrainingContext::check_agree_over(const ProcessGroup& over, int64_t mine) {
   const c10::InferenceMode normal_tensors(false);
   const at::NoGradGuard no_grad;
-  const auto options = at::TensorOptions(at::kLong).device(reduced.front().first->params().front().device());
-  at::Tensor mine = at::full({1}, static_cast<int64_t>(hash), options), all = at::empty({size}, options);
-  all_gather(all, mine, over, {"the check that ranks reduced the same gradients"}).wait();
-  if (all.eq(mine).all().item<bool>()) {
+  const auto options = at::TensorOptions(at::kLong).device(reduced_.front().first->compute_device());
+  at::Tensor own = at::full({1}, mine, options), all = at::empty({over->getSize()}, options);
+  all_gather(all, own, over, {"the check that ranks reduced the same gradients"}).wait();
+  if (all.eq(own).all().item<bool>()) {
     return;
   }
   std::string names;
-  for (const auto& [group, params] : reduced) {
+  for (const auto& [group, params] : reduced_) {
     for (const size_t index : params) names += (names.empty() ? "" : ", ") + group->params()[index].fqn();
   }
   const std::vector<std::string> of_ranks = all_gather_strings(names, over);
@@ -113,8 +129,10 @@ void TrainingContext::check_reductions_agree() {
 
 void TrainingContext::drop_pending_gathers() {
   for (const auto& weak : states) {
-    if (const auto state = weak.lock(); state && state->group && state->group->unshard_pending()) {
-      state->group->reshard();
+    const auto state = weak.lock();
+    if (!state) continue;
+    for (const auto& group : state->groups) {
+      if (group->unshard_pending()) group->reshard();
     }
   }
 }
@@ -125,17 +143,17 @@ void TrainingContext::recover_if_interrupted() {
   }
 }
 
-void TrainingContext::record_forward(const std::shared_ptr<ParamGroup>& group) {
+void TrainingContext::record_forward(const std::shared_ptr<ModuleState>& state) {
   // Forwards that no backward follows would fill memory. Forgetting the order only costs gathering ahead.
   constexpr size_t kLongest = 1 << 16;
   if (forward_order_.size() == kLongest) {
     clear_forward_order();
   }
-  group->forward_positions.push_back(forward_order_.size());
-  forward_order_.push_back(group);
+  state->forward_positions.push_back(forward_order_.size());
+  forward_order_.push_back(state);
 }
 
-std::shared_ptr<ParamGroup> TrainingContext::forward_before(size_t position) const {
+std::shared_ptr<ModuleState> TrainingContext::forward_before(size_t position) const {
   if (position == 0 || position > forward_order_.size()) {
     return nullptr;
   }
@@ -144,32 +162,24 @@ std::shared_ptr<ParamGroup> TrainingContext::forward_before(size_t position) con
 
 void TrainingContext::clear_forward_order() {
   for (const auto& weak : forward_order_) {
-    if (const auto group = weak.lock()) {
-      group->forward_positions.clear();
+    if (const auto state = weak.lock()) {
+      state->forward_positions.clear();
     }
   }
   forward_order_.clear();
 }
 
-void TrainingContext::set_reduction(std::unique_ptr<GradientReduction> reduction) {
-  reduction_ = std::move(reduction);
-}
-
-void TrainingContext::finish_reduction() {
-  if (const auto last = std::move(reduction_)) {
-    last->finish();
-  }
-}
+void TrainingContext::finish_reductions() { reductions->finish_all(); }
 
 void TrainingContext::reset() {
   graph_task_ = -1;
   reduced_.clear();
   iteration_root = nullptr;
-  reduction_.reset();
+  reductions->abandon();
   clear_forward_order();
   for (const auto& weak : states) {
-    if (const auto state = weak.lock(); state && state->group) {
-      state->group->reset();
+    if (const auto state = weak.lock()) {
+      state->reset();
     }
   }
 }

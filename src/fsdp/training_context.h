@@ -7,9 +7,14 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/Event.h>
+
+#include <fsdp2/process_group.h>
+
+#include "fsdp/reduction_queue.h"
+
 namespace fsdp2::detail {
 
-class GradientReduction;
 class ModuleState;
 class ParamGroup;
 
@@ -21,6 +26,9 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   std::vector<std::weak_ptr<ModuleState>> states;  // module order, the root first
   ModuleState* iteration_root = nullptr;           // outermost module in forward
   bool is_last_backward = true;
+  size_t max_input_buffers = 1;                    // the largest that a group of the tree asks for
+  std::shared_ptr<c10::Event> post_optim_event;    // for the next forward of the root
+  std::shared_ptr<ReductionQueue> reductions;
 
   const std::string& label() const { return label_; }
 
@@ -31,27 +39,26 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   /// Outside backward, clears what a backward that threw left behind.
   void recover_if_interrupted();
 
-  void record_forward(const std::shared_ptr<ParamGroup>& group);
-  /// The group whose forward came just before `position`, where it may be gathered ahead; else null.
-  std::shared_ptr<ParamGroup> forward_before(size_t position) const;
+  void record_forward(const std::shared_ptr<ModuleState>& state);
+  /// The module whose forward came just before `position`, where it may be gathered ahead; else null.
+  std::shared_ptr<ModuleState> forward_before(size_t position) const;
   void clear_forward_order();
 
-  /// Of these parameters (indices in the group), before their reduction starts.
-  void note_reduction(const std::shared_ptr<ParamGroup>& group, std::vector<size_t> params);
-  /// At most one reduction is in flight: finish the older one before starting the next.
-  void set_reduction(std::unique_ptr<GradientReduction> reduction);
-  void finish_reduction();
+  /// Starts a reduction of (index of parameter, whole gradient) of the group.
+  void reduce(const std::shared_ptr<ParamGroup>& group, std::vector<std::pair<size_t, at::Tensor>> gradients,
+              bool all_reduce);
+  void finish_reductions();
   void reset();
 
  private:
   void finish_backward();
   void check_reductions_agree();
+  void check_agree_over(const ProcessGroup& over, int64_t mine);
   void warn_of_second_root(int graph_task) const;
 
   std::string label_;
   int graph_task_ = -1;  // autograd's number of the backward under way
-  std::vector<std::weak_ptr<ParamGroup>> forward_order_;
-  std::unique_ptr<GradientReduction> reduction_;
+  std::vector<std::weak_ptr<ModuleState>> forward_order_;
   std::vector<std::pair<std::shared_ptr<ParamGroup>, std::vector<size_t>>> reduced_;  // in this backward
 };
 

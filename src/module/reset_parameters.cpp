@@ -232,18 +232,17 @@ void reset_parameters(ModuleRef module) {
   }
   Impls fresh;
   for (const auto& state : detail::states_under(*module)) {
-    if (!state->group) {
-      continue;
-    }
-    for (const detail::FSDPParam& param : state->group->params()) {
-      if (param.awaits_write()) fresh.insert(param.param().unsafeGetTensorImpl());
+    for (const auto& group : state->groups) {
+      for (const detail::FSDPParam& param : group->params()) {
+        if (param.awaits_write()) fresh.insert(param.param().unsafeGetTensorImpl());
+      }
     }
   }
   Resetter resetter(std::move(fresh));
   resetter.visit(*module, "");
   for (const auto& state : detail::states_under(*module)) {
-    if (state->group) {
-      state->group->mark_written(resetter.finished());
+    for (const auto& group : state->groups) {
+      group->mark_written(resetter.finished());
     }
   }
   FSDP2_CHECK(resetter.not_reset().empty(), kUsage, "[meta] reset_parameters cannot write ", resetter.not_reset(),

@@ -37,12 +37,11 @@ void to_empty(ModuleRef module, c10::Device device) {
   std::unordered_set<const c10::TensorImpl*> done;
   for (const auto& state : detail::states_under(*module)) {
     state->expect_writes();
-    if (!state->group) {
-      continue;
-    }
-    state->group->to_empty(device);
-    for (const detail::FSDPParam& param : state->group->params()) {
-      done.insert(param.param().unsafeGetTensorImpl());
+    for (const auto& group : state->groups) {
+      group->to_empty(device);
+      for (const detail::FSDPParam& param : group->params()) {
+        done.insert(param.param().unsafeGetTensorImpl());
+      }
     }
   }
   const auto once = [&](const at::Tensor& tensor) {
@@ -56,8 +55,8 @@ void to_empty(ModuleRef module, c10::Device device) {
 
 void mark_initialized(ModuleRef module) {
   for (const auto& state : detail::states_under(*module)) {
-    if (state->group) {
-      state->group->mark_written();
+    for (const auto& group : state->groups) {
+      group->mark_written();
     }
   }
   for (const at::Tensor& param : module->parameters()) detail::forget_unwritten(param);

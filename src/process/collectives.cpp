@@ -192,6 +192,12 @@ PendingCollective broadcast_from(Tensor& tensor, int group_rank, const ProcessGr
                                });
 }
 
+PendingCollective custom_collective(CollectiveOp op, const ProcessGroup& group, std::vector<Tensor> keep_alive,
+                                    int64_t bytes, const std::function<c10::intrusive_ptr<c10d::Work>()>& issue,
+                                    CallSite site) {
+  return CollectiveFunnel::run(op, group, site, bytes, std::move(keep_alive), issue);
+}
+
 void barrier_on(const ProcessGroup& group, CallSite site) {
   if (group->getSize() == 1) {
     return;

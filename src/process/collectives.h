@@ -6,6 +6,7 @@
 
 #include <fsdp2/process_group.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,10 @@ PendingCollective reduce_scatter(Tensor& out, const Tensor& in, ReduceOp op, con
                                  CallSite site = {});
 PendingCollective all_reduce(Tensor& tensor, ReduceOp op, const ProcessGroup& group, CallSite site = {});
 PendingCollective broadcast_from(Tensor& tensor, int group_rank, const ProcessGroup& group, CallSite site = {});
+/// An operation whose work somebody else issues (a user's own implementation); null work means done.
+PendingCollective custom_collective(CollectiveOp op, const ProcessGroup& group, std::vector<Tensor> keep_alive,
+                                    int64_t bytes, const std::function<c10::intrusive_ptr<c10d::Work>()>& issue,
+                                    CallSite site = {});
 void barrier_on(const ProcessGroup& group, CallSite site = {});
 
 /// The default group where `group` is empty.

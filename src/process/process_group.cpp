@@ -134,18 +134,18 @@ World& require_world(const char* what) {
   return *current;
 }
 
-ProcessGroup shared_group(const std::vector<int>& ranks) {
+ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purpose) {
   World& current = require_world("making a mesh");
-  const auto found = current.shared.find(ranks);
+  const auto found = current.shared.find({ranks, purpose});
   if (found != current.shared.end()) {
     return found->second;
   }
-  bool is_world = static_cast<int>(ranks.size()) == current.world_size;
+  bool is_world = purpose.empty() && static_cast<int>(ranks.size()) == current.world_size;
   for (size_t i = 0; is_world && i < ranks.size(); ++i) {
     is_world = ranks[i] == static_cast<int>(i);
   }
   ProcessGroup group = is_world ? current.default_group : new_group(ranks);
-  current.shared.emplace(ranks, group);
+  current.shared.emplace(std::make_pair(ranks, purpose), group);
   return group;
 }
 

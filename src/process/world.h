@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace fsdp2::detail {
@@ -20,7 +21,8 @@ struct World {
   ProcessGroup default_group;
   int64_t groups_made = 0;                    // equal on all ranks: groups are made collectively
   std::unordered_map<const c10d::ProcessGroup*, std::vector<int>> ranks_of;
-  std::map<std::vector<int>, ProcessGroup> shared;  // meshes reuse groups of equal ranks; null where outside
+  // Meshes reuse groups of equal ranks and purpose; null where outside.
+  std::map<std::pair<std::vector<int>, std::string>, ProcessGroup> shared;
 };
 
 /// Null before init_process_group and after destroy_process_group.
@@ -28,7 +30,8 @@ World* world();
 /// Throws kUsage without a process group; `what` names the caller.
 World& require_world(const char* what);
 /// The group of these global ranks (in this order), made at its first use. Collective over the default group.
-ProcessGroup shared_group(const std::vector<int>& ranks);
+/// Groups of different `purpose` have connections of their own.
+ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purpose = "");
 
 /// Store shared by all ranks where they agree on `options`; fills rank, world_size, local_rank of `world`.
 void rendezvous(const ProcessGroupOptions& options, World& world);

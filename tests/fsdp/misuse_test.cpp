@@ -248,18 +248,17 @@ RANKS_TEST(Misuse, ParametersThatCannotBeSharded, 2) {
   EXPECT_FSDP2_ERROR(fsdp2::fully_shard(std::make_shared<ScalarImpl>(torch::ones({2, 3}).t())), kInvalidArgument, "odd");
 }
 
-RANKS_TEST(Misuse, OptionsOfLaterVersionsAreRefused, 2) {
+RANKS_TEST(Misuse, RefusedOptionsLeaveTheModuleAsItWas, 2) {
   const auto refused = [](const fsdp2::FullyShardOptions& options, const char* text) {
     Linear layer = linear(2, 2);
-    EXPECT_FSDP2_ERROR(fsdp2::fully_shard(layer, options), kUnsupported, text);
+    EXPECT_FSDP2_ERROR(fsdp2::fully_shard(layer, options), kInvalidArgument, text);
     EXPECT_FALSE(fsdp2::is_dtensor(layer->weight));
+    EXPECT_FALSE(fsdp2::is_fsdp_module(layer));
   };
-  refused({.shard_placement_fn = [](const std::string&, const Tensor&) { return std::nullopt; }}, "shard_placement_fn");
-  refused({.offload_policy = fsdp2::CPUOffloadPolicy{}}, "offload_policy");
+  refused({.mesh = fsdp2::init_device_mesh(torch::kCPU, {1, 2})}, "no names");
+  refused({.mesh = fsdp2::init_device_mesh(torch::kCPU, {1, 2, 1}, {"a", "b", "c"})}, "3 axes");
   refused({.dp_mesh_dims = fsdp2::DataParallelMeshDims{}}, "dp_mesh_dims");
-  refused({.mesh = fsdp2::init_device_mesh(torch::kCPU, {1, 2}, {"a", "b"})}, "2-D mesh");
-  Linear layer = linear(2, 2);
-  EXPECT_FSDP2_ERROR(fsdp2::fully_shard(layer, {.reshard_after_forward = 3}), kInvalidArgument, "3");
+  refused({.reshard_after_forward = 3}, "3");
 }
 
 RANKS_TEST(Misuse, RanksWithDifferentModelsAreTold, 2) {

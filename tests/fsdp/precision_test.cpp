@@ -164,12 +164,6 @@ RANKS_TEST(Parameters, TiedOnesInOneGroupStayTiedAndTrainAsOne, 2) {
   EXPECT_TRUE(model->out.is_same(model->embed->weight));
 }
 
-RANKS_TEST(Parameters, TiedAcrossGroupsIsNamed, 2) {
-  Tied model;
-  fsdp2::fully_shard(model->embed);
-  EXPECT_FSDP2_ERROR(fsdp2::fully_shard(model), kUnsupported, "out");
-}
-
 RANKS_TEST(Parameters, UnusedModulesAndOutputsGetNoGradient, 2) {
   struct PartImpl : torch::nn::Module {
     PartImpl() {

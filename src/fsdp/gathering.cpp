@@ -1,0 +1,247 @@
+#include "fsdp/param_group.h"
+
+#include <ATen/Functions.h>
+
+#include <fsdp2/error.h>
+
+#include "fsdp/counting.h"
+#include "fsdp/trace.h"
+
+namespace fsdp2::detail {
+
+// Note [Parts between forward and backward]
+// With an integer reshard_after_forward of k, forward leaves each parameter's rows spread over k neighbouring ranks,
+// in the computation dtype, so that backward gathers over those k only. The parameter is then a DTensor over
+// (all / k, k) ranks. The parts are a temporary copy: the shards stay what optimizers and checkpoints see after
+// reshard(), and where no backward follows there are no parts.
+
+void ParamGroup::unshard() {
+  if (state_ == DataState::kGathering || state_ == DataState::kUnsharded) {
+    return;
+  }
+  const PlainWork plain;
+  gather_from_parts_ = state_ == DataState::kInParts;
+  if (gather_from_parts_) {
+    for (const FSDPParam& param : params_) {
+      param.check_part();
+    }
+  } else {
+    adopt_foreign_data();
+    if (!ready_) {
+      check_ready();
+    }
+    for (FSDPParam& param : params_) {
+      param.expect_no_write();
+    }
+  }
+  state_ = DataState::kGathering;
+  trace("unshard", module_fqn);
+  try {
+    for (GatherBucket& bucket : gathers_) {
+      start_gather(bucket);
+    }
+  } catch (...) {
+    reset();
+    throw;
+  }
+}
+
+Tensor ParamGroup::communication_buffer(int64_t numel, const at::TensorOptions& options,
+                                        const ProcessGroup& group) const {
+  if (settings.allocate_from_group) {
+    const auto backend = group->getBackend(options.device().type());
+    if (backend->supportsTensorAlloc(options.device().index())) {
+      return backend->allocateTensor(numel, options);
+    }
+  }
+  return at::empty({numel}, options);
+}
+
+/// What this rank gives to the gather: the flat buffer itself where it is all that, else a copy in its place of
+/// the output.
+Tensor ParamGroup::gather_input(const GatherBucket& bucket) const {
+  const ShardBuffer& first = buffers_[bucket.members.front().buffer];
+  const bool whole_buffer = first.members.size() == bucket.members.size();  // one original dtype in the bucket
+  if (whole_buffer && first.dtype == bucket.dtype && first.flat.device() == bucket.gathered.device()) {
+    return first.flat;
+  }
+  Tensor in = bucket.gathered[rank_];
+  if (whole_buffer) {
+    in.copy_(first.flat, /*non_blocking=*/true);
+    return in;
+  }
+  for (const auto& member : bucket.members) {
+    const int64_t numel = params_[member.param].padded_numel();
+    in.narrow(0, member.offset, numel)
+        .copy_(buffers_[member.buffer].flat.narrow(0, member.buffer_offset, numel), /*non_blocking=*/true);
+  }
+  return in;
+}
+
+void ParamGroup::start_gather(GatherBucket& bucket) {
+  if (size_ == 1) {
+    return;
+  }
+  const ProcessGroup group = gather_from_parts_ ? part_mesh_->get_group(1) : mesh_.shard_group;
+  const int64_t ranks = group->getSize(), numel = gather_from_parts_ ? bucket.part_numel : bucket.numel;
+  const auto options = at::TensorOptions(bucket.dtype).device(compute_device());
+  Tensor out;
+  if (settings.all_gather) {
+    out = settings.all_gather->allocate({ranks * numel}, options);
+    FSDP2_CHECK(out.defined() && out.numel() == ranks * numel && out.scalar_type() == bucket.dtype && out.is_contiguous(),
+                kInvalidArgument, "[fsdp] the custom all-gather's allocate() was asked for ", ranks * numel, " contiguous "
+                "elements of ", bucket.dtype, " for ", label_, " and returned ",
+                out.defined() ? c10::str(out.sizes(), " of ", out.scalar_type()) : std::string("nothing"));
+    out = out.view({-1});
+  } else {
+    out = communication_buffer(ranks * numel, options, group);
+  }
+  bucket.gathered = out.view({ranks, numel});
+  Tensor in = gather_from_parts_ ? bucket.part : gather_input(bucket);
+  const auto bytes = static_cast<int64_t>(out.nbytes());
+  count_collective(CollectiveOp::kAllGather, bytes);
+  if (settings.all_gather) {
+    bucket.work = custom_collective(CollectiveOp::kAllGather, group, {out, in}, bytes,
+                                    [&] { return (*settings.all_gather)(out, in, group); }, {label_.c_str()});
+  } else {
+    bucket.work = all_gather(out, in, group, {label_.c_str()});
+  }
+}
+
+void ParamGroup::wait_for_unshard() {
+  if (state_ == DataState::kUnsharded) {
+    return;
+  }
+  unshard();
+  const PlainWork plain;
+  try {
+    for (const FSDPParam& param : params_) {
+      if (gather_from_parts_) {
+        param.check_part();
+      } else {
+        param.check_gathered();
+      }
+    }
+  } catch (...) {
+    reshard();
+    throw;
+  }
+  try {
+    for (GatherBucket& bucket : gathers_) {
+      finish_gather(bucket);
+    }
+  } catch (...) {
+    reset();
+    throw;
+  }
+  state_ = DataState::kUnsharded;
+  ever_unsharded_ = true;
+}
+
+/// One rank holds the whole shard: no collective.
+void ParamGroup::copy_alone(const GatherBucket& bucket) {
+  for (const auto& member : bucket.members) {
+    FSDPParam& param = params_[member.param];
+    if (bucket.dtype == param.orig_dtype() && param.device() == compute_device()) {
+      param.alias_whole_to_shard();
+    } else {
+      const Tensor& whole = param.whole(bucket.dtype, compute_device());
+      param.acquire_whole();
+      whole.variable_data().copy_(param.local());
+    }
+    param.to_unsharded();
+  }
+}
+
+void ParamGroup::finish_gather(GatherBucket& bucket) {
+  bucket.work.wait();
+  if (size_ == 1) {
+    copy_alone(bucket);
+    return;
+  }
+  for (const auto& member : bucket.members) {
+    FSDPParam& param = params_[member.param];
+    const Tensor& whole = param.whole(bucket.dtype, compute_device());
+    param.acquire_whole();
+    const ShardGeometry& geometry = param.geometry();
+    const int64_t chunk = geometry.padded_numel(bucket.gathered.size(0));
+    const int64_t offset = gather_from_parts_ ? member.part_offset : member.offset;
+    // Through an alias: the leaf's version counter must not move when autograd's saved weight is filled again.
+    join_parts(bucket.gathered.narrow(1, offset, chunk), whole.variable_data().view({-1}), geometry);
+    param.to_unsharded();
+  }
+  bucket.gathered = Tensor();
+  bucket.part = Tensor();
+}
+
+void ParamGroup::reshard() {
+  if (state_ == DataState::kSharded) {
+    return;
+  }
+  const bool was_whole = state_ == DataState::kUnsharded;
+  if (state_ == DataState::kGathering) {  // gathered ahead, and not needed after all
+    state_ = gather_from_parts_ ? DataState::kInParts : DataState::kSharded;
+    for (GatherBucket& bucket : gathers_) {
+      bucket.work.wait();
+      bucket.gathered = Tensor();
+    }
+  }
+  if (was_whole) {
+    for (const FSDPParam& param : params_) {
+      param.check_unsharded();
+    }
+  }
+  if (state_ == DataState::kInParts) {
+    for (const FSDPParam& param : params_) {
+      param.check_part();
+    }
+    for (GatherBucket& bucket : gathers_) {
+      bucket.part = Tensor();
+    }
+  }
+  if (state_ != DataState::kSharded) {
+    for (FSDPParam& param : params_) {
+      param.to_sharded();
+    }
+  }
+  state_ = DataState::kSharded;
+  if (was_whole) {
+    trace("reshard", module_fqn);
+  }
+}
+
+void ParamGroup::reshard_after_forward(bool backward_follows) {
+  if (state_ == DataState::kUnsharded && part_mesh_ && backward_follows) {
+    to_parts();
+  } else {
+    reshard();
+  }
+}
+
+void ParamGroup::to_parts() {
+  const PlainWork plain;
+  for (const FSDPParam& param : params_) {
+    param.check_unsharded();
+  }
+  const int64_t parts = part_mesh_->size(1), own = part_mesh_->get_local_rank(1);
+  for (GatherBucket& bucket : gathers_) {
+    bucket.part = at::empty({bucket.part_numel}, at::TensorOptions(bucket.dtype).device(compute_device()));
+    for (const auto& member : bucket.members) {
+      FSDPParam& param = params_[member.param];
+      const ShardGeometry& geometry = param.geometry();
+      const ChunkRange range = chunk_range(geometry.rows, parts, own);
+      const Tensor slot = bucket.part.narrow(0, member.part_offset, geometry.padded_numel(parts));
+      const int64_t numel = range.length * geometry.inner;
+      std::vector<int64_t> shape = param.sizes();
+      shape[0] = range.length;
+      Tensor rows = slot.narrow(0, 0, numel).view(shape).variable_data();
+      rows.copy_(param.whole(bucket.dtype, compute_device()).variable_data().narrow(0, range.offset, range.length));
+      slot.narrow(0, numel, slot.numel() - numel).zero_();
+      param.to_part(std::move(rows), *part_mesh_);
+    }
+  }
+  state_ = DataState::kInParts;
+  trace("reshard", module_fqn);
+}
+
+}  // namespace fsdp2::detail

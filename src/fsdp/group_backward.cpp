@@ -1,0 +1,141 @@
+#include "fsdp/param_group.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+
+#include <fsdp2/error.h>
+
+#include "fsdp/gradient_reduction.h"
+#include "fsdp/training_context.h"
+
+namespace fsdp2::detail {
+
+void ParamGroup::on_leaf_gradient(size_t index, const Tensor& gradient) {
+  context->enter_backward();
+  FSDPParam& param = params_[index];
+  Tensor alive = param.param();
+  if (is_marked(gradient)) {
+    // From to_local() or full_tensor() in the loss: this rank's part already, it adds to the reduced gradient.
+    FSDP2_CHECK(!param.gradient.accumulating() && !param.gradient.has_pending(alive, param.fqn()), kUsage,
+                "[fsdp] parameter ", param.fqn(), " got a sharded gradient (from to_local() or full_tensor() in the "
+                "loss) beside an unreduced one; call backward on that part of the loss alone, after "
+                "synchronize_gradients()");
+    return;
+  }
+  param.gradient.begin(alive, param.sharded_spec());
+}
+
+bool ParamGroup::enter_backward() {
+  const bool entered = !in_backward_;
+  in_backward_ = true;
+  return entered;
+}
+
+void ParamGroup::post_backward(bool at_end) {
+  in_backward_ = false;
+  const bool any = std::any_of(params_.begin(), params_.end(),
+                               [](const FSDPParam& param) { return param.gradient.accumulating(); });
+  if (!settings.reduce_gradients) {
+    if (any) {
+      keep_pending();
+    }
+    if (settings.reshard_after_backward) {
+      reshard();
+    }
+    return;
+  }
+  // Without a new gradient the module is frozen, or is used once more further on in this backward.
+  if (any || at_end) {
+    reduce_all(settings.all_reduce_gradients);
+    reduced_unused_ &= !at_end;
+  } else if (settings.reshard_after_backward) {
+    reshard();
+  }
+}
+
+void ParamGroup::keep_pending() {
+  const PlainWork plain;
+  for (FSDPParam& param : params_) {
+    if (!param.gradient.accumulating()) {
+      continue;
+    }
+    Tensor alive = param.param();
+    Tensor whole = param.gradient.take(alive, param.fqn());
+    if (!whole.defined()) {
+      continue;
+    }
+    if (policy_.reduce_dtype && whole.is_floating_point() && whole.scalar_type() != *policy_.reduce_dtype) {
+      whole = whole.to(*policy_.reduce_dtype);
+    }
+    param.gradient.show(alive, std::move(whole), param.sharded_spec(), param.unreduced_placements());
+  }
+}
+
+void ParamGroup::reduce_all(bool all_reduce) {
+  const bool several_replicas = mesh_.replicate_size > 1;
+  std::vector<std::pair<size_t, Tensor>> gradients;
+  bool wanted = false;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    FSDPParam& param = params_[i];
+    Tensor alive = param.param();
+    if (!alive.defined()) {
+      continue;
+    }
+    Tensor whole = param.gradient.take(alive, param.fqn());
+    // An undefined one stands for zero: unused, or nothing but a sum that waits for the other replicas.
+    const bool stands_in = !whole.defined() &&
+                           ((settings.reduce_unused && !reduced_unused_ && ever_unsharded_ && alive.requires_grad()) ||
+                            (several_replicas && all_reduce && param.gradient.has_partial_sum(alive, param.fqn())));
+    if (whole.defined() || stands_in) {
+      gradients.emplace_back(i, std::move(whole));
+      wanted = true;
+    }
+  }
+  if (settings.reshard_after_backward) {
+    reshard();
+  }
+  if (wanted) {
+    reduced_unused_ = true;
+    context->reduce(shared_from_this(), std::move(gradients), all_reduce);
+  }
+}
+
+void ParamGroup::synchronize_gradients() {
+  reduce_all(true);
+  context->finish_reductions();
+}
+
+std::vector<Tensor> ParamGroup::pending_gradients() {
+  std::vector<Tensor> found;
+  for (FSDPParam& param : params_) {
+    Tensor alive = param.param();
+    if (alive.defined() && param.gradient.has_pending(alive, param.fqn()) && param.gradient.pending().defined()) {
+      found.push_back(param.gradient.pending());
+    }
+  }
+  return found;
+}
+
+void ParamGroup::reset() {
+  for (GatherBucket& bucket : gathers_) {
+    try {
+      bucket.work.wait();
+    } catch (const std::exception&) {
+      // The error that brought us here is the one to report.
+    }
+    bucket.gathered = bucket.part = Tensor();
+  }
+  for (FSDPParam& param : params_) {
+    if (!param.is_sharded()) {
+      param.to_sharded();
+    }
+    if (Tensor alive = param.param(); alive.defined()) {
+      param.gradient.abandon(alive);
+    }
+  }
+  state_ = DataState::kSharded;
+  in_backward_ = reduced_unused_ = false;
+}
+
+}  // namespace fsdp2::detail
