@@ -9,6 +9,7 @@
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/error.h>
 #include <fsdp2/fully_shard.h>
+#include <fsdp2/grad_scaler.h>
 #include <fsdp2/log.h>
 #include <fsdp2/meta_init.h>
 #include <fsdp2/module.h>
