@@ -91,6 +91,8 @@ void register_state(const std::shared_ptr<torch::nn::Module>& module, std::share
 void purge_states() noexcept;
 /// States of `module` and everything below it, in module order, each once.
 std::vector<std::shared_ptr<ModuleState>> states_under(const torch::nn::Module& module);
+/// Those of all modules of this process, each once.
+std::vector<std::shared_ptr<ModuleState>> all_states();
 /// The state whose group has this parameter; null where it is not one of fully_shard's.
 std::shared_ptr<ModuleState> owner_of(const Tensor& param);
 

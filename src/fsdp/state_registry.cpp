@@ -105,16 +105,23 @@ void reshard_all(const torch::nn::Module& module) {
   }
 }
 
-std::shared_ptr<ModuleState> owner_of(const Tensor& param) {
+std::vector<std::shared_ptr<ModuleState>> all_states() {
   Registry& all = registry();
   const std::shared_lock lock(all.mutex);
+  std::vector<std::shared_ptr<ModuleState>> states;
   for (const auto& [module, entry] : all.entries) {
-    if (entry.module.expired()) {
-      continue;
+    if (!entry.module.expired() && std::find(states.begin(), states.end(), entry.state) == states.end()) {
+      states.push_back(entry.state);
     }
-    for (const auto& group : entry.state->groups) {
+  }
+  return states;
+}
+
+std::shared_ptr<ModuleState> owner_of(const Tensor& param) {
+  for (auto& state : all_states()) {
+    for (const auto& group : state->groups) {
       for (const FSDPParam& each : group->params()) {
-        if (each.param().is_same(param)) return entry.state;
+        if (each.param().is_same(param)) return state;
       }
     }
   }

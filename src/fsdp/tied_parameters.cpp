@@ -14,16 +14,23 @@ namespace fsdp2::detail {
 namespace {
 
 using States = std::vector<std::shared_ptr<ModuleState>>;
-/// Called with a parameter, one of its names, its owner and the states around this use.
-using Visitor = std::function<void(const Tensor&, const std::string&, const std::shared_ptr<ModuleState>&, const States&)>;
+/// One place in the module tree that has a parameter of some group.
+struct Use {
+  Tensor param;
+  std::string fqn;
+  std::shared_ptr<ModuleState> owner;
+  std::string owners_name;  // for the parameter
+  const States& around;     // from the outside in
+};
+using Visitor = std::function<void(const Use&)>;
 
 class ParameterWalk {
  public:
-  ParameterWalk(const torch::nn::Module& root, Visitor visitor) : visitor_(std::move(visitor)) {
-    for (const auto& state : states_under(root)) {
+  explicit ParameterWalk(Visitor visitor) : visitor_(std::move(visitor)) {
+    for (const auto& state : all_states()) {
       for (const auto& group : state->groups) {
         for (const FSDPParam& param : group->params()) {
-          owners_.emplace(param.param().unsafeGetTensorImpl(), state);
+          owners_.emplace(param.param().unsafeGetTensorImpl(), std::make_pair(state, param.fqn()));
         }
       }
     }
@@ -37,12 +44,9 @@ class ParameterWalk {
       if (!named.value().defined()) {
         continue;
       }
-      auto owner = owners_.find(named.value().unsafeGetTensorImpl());
-      if (owner == owners_.end() && is_marked(named.value())) {
-        owner = owners_.emplace(named.value().unsafeGetTensorImpl(), owner_of(named.value())).first;
-      }
-      if (owner != owners_.end() && owner->second) {
-        visitor_(named.value(), prefix + named.key(), owner->second, around);
+      const auto owner = owners_.find(named.value().unsafeGetTensorImpl());
+      if (owner != owners_.end()) {
+        visitor_({named.value(), prefix + named.key(), owner->second.first, owner->second.second, around});
       }
     }
     for (const auto& child : module.named_children()) {
@@ -52,7 +56,7 @@ class ParameterWalk {
 
  private:
   Visitor visitor_;
-  std::unordered_map<const c10::TensorImpl*, std::shared_ptr<ModuleState>> owners_;
+  std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> owners_;
 };
 
 bool contains(const States& states, const std::shared_ptr<ModuleState>& state) {
@@ -64,11 +68,11 @@ bool contains(const States& states, const std::shared_ptr<ModuleState>& state) {
 std::vector<MisplacedParameter> misplaced_parameters(const torch::nn::Module& root) {
   const States below = states_under(root);
   std::vector<MisplacedParameter> found;
-  ParameterWalk walk(root, [&](const Tensor& param, const std::string&, const std::shared_ptr<ModuleState>& owner,
-                               const States& around) {
-    const bool known = std::any_of(found.begin(), found.end(), [&](const auto& each) { return each.param.is_same(param); });
-    if (!known && contains(below, owner) && !contains(around, owner)) {
-      found.push_back({param, owner});
+  ParameterWalk walk([&](const Use& use) {
+    const bool known =
+        std::any_of(found.begin(), found.end(), [&](const auto& each) { return each.param.is_same(use.param); });
+    if (!known && contains(below, use.owner) && !contains(use.around, use.owner)) {
+      found.push_back({use.param, use.owner});
     }
   });
   walk.visit(root, "", {});
@@ -76,11 +80,11 @@ std::vector<MisplacedParameter> misplaced_parameters(const torch::nn::Module& ro
 }
 
 void check_tied_parameters(const torch::nn::Module& root) {
-  ParameterWalk walk(root, [](const Tensor&, const std::string& fqn, const std::shared_ptr<ModuleState>& owner,
-                              const States& around) {
-    FSDP2_CHECK(contains(around, owner), kUsage, "[fsdp] parameter ", fqn, " is tied to a parameter that ",
-                owner->label(), " shards, and no fully_shard call covers all its users, so it would not be whole here; call "
-                "fully_shard also on a module that contains all of them, or once on the list of them, fully_shard({a, b})");
+  ParameterWalk walk([&](const Use& use) {
+    FSDP2_CHECK(contains(use.around, use.owner), kUsage, "[fsdp] parameter ", use.fqn, " of ", root.name(),
+                " is tied to parameter ", use.owners_name, " of ", use.owner->label(), ", and no fully_shard call covers all "
+                "its users, so it would not be whole here; call fully_shard also on a module that contains all of them, or "
+                "once on the list of them, fully_shard({a, b})");
   });
   walk.visit(root, "", {});
 }

@@ -108,13 +108,13 @@ FSDP2_MODULE(TiedHead);
 
 struct TiedImpl : torch::nn::Module {
   TiedImpl() {
-    embed = register_module("embed", torch::nn::Embedding(8, 4));
+    embed = register_module("embed", fsdp2::Hooked<torch::nn::Embedding>(8, 4));
     body = register_module("body", Linear(torch::nn::LinearOptions(4, 4)));
     head = register_module("head", TiedHead(embed->weight));
   }
   Tensor forward(const Tensor& tokens) { return head(torch::tanh(body(embed(tokens)))); }
   void reset_parameters() {}
-  torch::nn::Embedding embed{nullptr};
+  fsdp2::Hooked<torch::nn::Embedding> embed{nullptr};
   Linear body{nullptr};
   TiedHead head{nullptr};
 };
@@ -228,10 +228,66 @@ TEST(Row14, SavedOncePerNameAndStillTiedAfterALoad) {
   }));
 }
 
-RANKS_TEST(Row14, UsersInTwoGroupsAreRefusedAndDoNotDriftApart, 2) {
+void shard_blockwise(Tied& model, const fsdp2::FullyShardOptions& options = {}) {
+  fsdp2::fully_shard(model->embed, options);
+  fsdp2::fully_shard(model->body, options);
+  fsdp2::fully_shard(model->head, options);
+}
+
+RANKS_TEST(Row14, UsersInTwoGroupsShareTheGroupAboveBoth, 2) {
+  const fsdp2::ReshardAfterForward settings[] = {std::nullopt, true, false};
+  for (const auto& setting : settings) {
+    torch::manual_seed(6);
+    Tied reference, model;
+    copy_state(*model, *reference);
+    shard_blockwise(model, {.reshard_after_forward = setting});
+    auto root = fsdp2::fully_shard(model, {.reshard_after_forward = setting});
+    EXPECT_EQ(fsdp2::num_parameters(model), 8 * 4 + 4 * 4 + 4);
+    train_both(rank, model, reference);
+    EXPECT_EQ(root.param_fqns(), std::vector<std::string>{"embed.weight"});
+    EXPECT_TRUE(fsdp2::fsdp_module(model->embed).param_fqns().empty());
+    EXPECT_TRUE(fsdp2::fsdp_module(model->head).param_fqns().empty());
+    expect_tied(model);
+
+    fsdp2::reset_counters();
+    loss_of(model, torch::zeros({1, 2}, torch::kLong)).backward();
+    EXPECT_EQ(fsdp2::counters().reduce_scatters, 2);  // of the root and the body
+    EXPECT_EQ(fsdp2::counters().unsharded_bytes, 0);
+  }
+}
+
+struct AroundImpl : torch::nn::Module {
+  AroundImpl() {
+    inner = register_module("inner", Tied());
+    last = register_module("last", linear(8, 8));
+  }
+  Tensor forward(const Tensor& tokens) { return last(inner(tokens)); }
+  Tied inner{nullptr};
+  Linear last{nullptr};
+};
+FSDP2_MODULE(Around);
+
+RANKS_TEST(Row14, TheLowestGroupAboveBothUsersIsTaken, 2) {
+  torch::manual_seed(6);
+  Around reference, model;
+  copy_state(*model, *reference);
+  shard_blockwise(model->inner);
+  fsdp2::fully_shard(model->inner);
+  fsdp2::fully_shard(model);
+  const Tensor tokens = torch::randint(8, {4, 3});
+  for (int i = 0; i < 2; ++i) {
+    model(tokens.narrow(0, 2 * rank, 2)).square().mean().backward();
+    reference(tokens).square().mean().backward();
+    EXPECT_LE(max_difference(whole(model->inner->head->weight.grad()), reference->inner->embed->weight.grad()), 1e-6);
+  }
+  EXPECT_EQ(fsdp2::fsdp_module(model).param_fqns(), std::vector<std::string>{"last.weight"});
+  EXPECT_EQ(fsdp2::fsdp_module(model->inner).param_fqns(), std::vector<std::string>{"inner.embed.weight"});
+  EXPECT_EQ(model->inner->embed->weight.unsafeGetTensorImpl(), model->inner->head->weight.unsafeGetTensorImpl());
+}
+
+RANKS_TEST(Row14, UsersWithoutAGroupAboveBothAreRefused, 2) {
   Tied model;
-  fsdp2::fully_shard(model->embed);
-  EXPECT_FSDP2_ERROR(fsdp2::fully_shard(model), kUnsupported, "head.weight");
+  EXPECT_FSDP2_ERROR(shard_blockwise(model); model(torch::zeros({1, 2}, torch::kLong)), kUsage, "no fully_shard call covers all its users");
 }
 
 RANKS_TEST(Row14, TwoTensorsOverOneMemoryAreRefusedAndDoNotDriftApart, 2) {
