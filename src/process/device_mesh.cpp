@@ -220,7 +220,9 @@ DeviceMesh init_device_mesh(c10::DeviceType device_type, std::vector<int64_t> sh
     FSDP2_CHECK(extent >= 1, kInvalidArgument, "[device_mesh] mesh shape ", shape_text(shape),
                 " has an axis of size ", extent, "; every axis needs at least 1");
   }
-  return DeviceMesh(device_type, at::arange(product(shape), at::kLong).view(shape), std::move(dim_names));
+  // The device is named: a MetaDeviceGuard of the caller's must not reach it.
+  const Tensor ranks = at::arange(product(shape), at::TensorOptions(at::kLong).device(at::kCPU));
+  return DeviceMesh(device_type, ranks.view(shape), std::move(dim_names));
 }
 
 int64_t DeviceMesh::ndim() const { return static_cast<int64_t>(impl_->shape.size()); }
@@ -237,7 +239,7 @@ const std::vector<std::string>& DeviceMesh::dim_names() const { return impl_->na
 c10::DeviceType DeviceMesh::device_type() const { return impl_->device_type; }
 
 Tensor DeviceMesh::ranks() const {
-  Tensor values = at::empty(impl_->shape, at::kLong);
+  Tensor values = at::empty(impl_->shape, at::TensorOptions(at::kLong).device(at::kCPU));
   std::copy(impl_->ranks.begin(), impl_->ranks.end(), values.mutable_data_ptr<int64_t>());
   return values;
 }

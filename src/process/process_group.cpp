@@ -233,7 +233,7 @@ ProcessGroup new_group(const std::vector<int>& ranks) {
                                  static_cast<int>(ranks.size()))
                            : detail::make_group(current, name, static_cast<int>(position - ranks.begin()),
                                                 static_cast<int>(ranks.size()));
-  current.ranks_of.emplace(group.get(), ranks);
+  current.ranks_of.insert_or_assign(group.get(), ranks);  // of a dead group at this address before
   return group;
 }
 
@@ -344,7 +344,7 @@ std::vector<std::string> all_gather_strings(const std::string& mine, const Proce
   const auto device = over->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
   const auto to_device = [&](const Tensor& tensor) { return tensor.to(device); };
   Tensor lengths = at::zeros({size}, at::TensorOptions(at::kLong).device(device));
-  Tensor length = to_device(at::empty({1}, at::kLong).fill_(static_cast<int64_t>(mine.size())));
+  Tensor length = to_device(at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU)).fill_(static_cast<int64_t>(mine.size())));
   detail::all_gather(lengths, length, over, {"string lengths"}).wait();
   lengths = lengths.cpu();
   const int64_t longest = lengths.max().item<int64_t>();
@@ -352,7 +352,7 @@ std::vector<std::string> all_gather_strings(const std::string& mine, const Proce
   if (longest == 0) {
     return result;
   }
-  Tensor padded = at::zeros({longest}, at::kByte);
+  Tensor padded = at::zeros({longest}, at::TensorOptions(at::kByte).device(at::kCPU));
   std::memcpy(padded.mutable_data_ptr(), mine.data(), mine.size());
   Tensor all = at::empty({size * longest}, at::TensorOptions(at::kByte).device(device));
   detail::all_gather(all, to_device(padded), over, {"strings"}).wait();
