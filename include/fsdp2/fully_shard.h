@@ -168,8 +168,8 @@ class FSDP2_API FSDPModule {
 FSDP2_API FSDPModule fully_shard_module(ModuleRef module, const FullyShardOptions& options);
 
 template <class M>
-  requires std::constructible_from<ModuleRef, M&>
-FSDPModule fully_shard(M&& module, const FullyShardOptions& options = {}) {
+requires std::constructible_from<ModuleRef, M&> FSDPModule fully_shard(M&& module,
+                                                                       const FullyShardOptions& options = {}) {
   return fully_shard_module(ModuleRef(module), options);
 }
 

@@ -59,7 +59,8 @@ struct ForwardOf<torch::nn::SequentialImpl> {
       value = step_of_sequential(*step, std::move(value));
     }
     const at::Tensor* result = value.template try_get<at::Tensor>();
-    FSDP2_CHECK(result != nullptr, kUnsupported, "[fsdp] the last module of a Sequential returned something other than a "
+    FSDP2_CHECK(result != nullptr, kUnsupported,
+                "[fsdp] the last module of a Sequential returned something other than a "
                 "Tensor; call the modules one by one with fsdp2::call");
     return *result;
   }

@@ -14,7 +14,9 @@ namespace {
 std::array<std::atomic<int64_t>, 5> operations{};
 std::atomic<int64_t> bytes{0};
 
-int64_t count_of(detail::CollectiveOp op) { return operations[static_cast<size_t>(op)].load(std::memory_order_relaxed); }
+int64_t count_of(detail::CollectiveOp op) {
+  return operations[static_cast<size_t>(op)].load(std::memory_order_relaxed);
+}
 
 }  // namespace
 

@@ -27,8 +27,8 @@ DataParallelMesh with_groups(DataParallelMesh made) {
 }
 
 void check_inside(const DeviceMesh& mesh) {
-  FSDP2_CHECK(mesh.get_coordinate().has_value(), kUsage, "[fsdp] this rank is outside the mesh of ranks ",
-              mesh.ranks(), "; only ranks inside it call fully_shard");
+  FSDP2_CHECK(mesh.get_coordinate().has_value(), kUsage, "[fsdp] this rank is outside the mesh of ranks ", mesh.ranks(),
+              "; only ranks inside it call fully_shard");
 }
 
 std::vector<int64_t> named_axes(const DeviceMesh& mesh, const std::vector<std::string>& names, const char* field) {
@@ -47,7 +47,8 @@ std::vector<int64_t> named_axes(const DeviceMesh& mesh, const std::vector<std::s
 
 /// With dp_mesh_dims: several axes of one kind become one, all others stay.
 DataParallelMesh from_full_mesh(const DeviceMesh& full, const DataParallelMeshDims& dims) {
-  FSDP2_CHECK(!dims.shard.empty() || !dims.replicate.empty(), kInvalidArgument, "[fsdp] dp_mesh_dims names no axis; "
+  FSDP2_CHECK(!dims.shard.empty() || !dims.replicate.empty(), kInvalidArgument,
+              "[fsdp] dp_mesh_dims names no axis; "
               "name the axes to shard over, to replicate over, or both");
   FSDP2_CHECK(!full.dim_names().empty(), kInvalidArgument, "[fsdp] dp_mesh_dims names axes, but the mesh of shape ",
               at::IntArrayRef(full.shape()), " has no names; pass dim_names when making it");
@@ -66,7 +67,8 @@ DataParallelMesh from_full_mesh(const DeviceMesh& full, const DataParallelMeshDi
     if (!replicate.empty()) made.replicate_axis = replicate.front();
     return with_groups(std::move(made));
   }
-  FSDP2_CHECK(is_root_mesh(full), kUnsupported, "[fsdp] dp_mesh_dims joins several axes of a mesh that was cut from a "
+  FSDP2_CHECK(is_root_mesh(full), kUnsupported,
+              "[fsdp] dp_mesh_dims joins several axes of a mesh that was cut from a "
               "larger one; pass the mesh that init_device_mesh made");
   // Joined axes stand where the first of them stood.
   for (int64_t axis = 0; axis < full.ndim(); ++axis) {
@@ -113,10 +115,12 @@ bool DataParallelMesh::operator==(const DataParallelMesh& other) const {
 }
 
 DataParallelMesh data_parallel_mesh(const DeviceMesh& mesh) {
-  FSDP2_CHECK(mesh.ndim() <= 2, kInvalidArgument, "[fsdp] the mesh has ", mesh.ndim(), " axes; expected 1 (shard) or 2 "
+  FSDP2_CHECK(mesh.ndim() <= 2, kInvalidArgument, "[fsdp] the mesh has ", mesh.ndim(),
+              " axes; expected 1 (shard) or 2 "
               "(replicate, shard): pick axes by name, mesh[\"dp\"], or say which is which with dp_mesh_dims");
   FSDP2_CHECK(mesh.ndim() == 1 || !mesh.dim_names().empty(), kInvalidArgument, "[fsdp] the 2-D mesh of shape ",
-              at::IntArrayRef(mesh.shape()), " has no names; pass dim_names, e.g. {\"replicate\", \"shard\"}, so that it is "
+              at::IntArrayRef(mesh.shape()),
+              " has no names; pass dim_names, e.g. {\"replicate\", \"shard\"}, so that it is "
               "clear which axis does what");
   check_inside(mesh);
   DataParallelMesh made{.mesh = mesh};
@@ -145,8 +149,10 @@ std::vector<Placement> sharded_placements(const Tensor& param, const std::string
   std::vector<Placement> placements(static_cast<size_t>(mesh.mesh.ndim()), Replicate{});
   int64_t split = 1;  // what later axes cut the same dimension into
   if (mesh.full_mesh) {
-    FSDP2_CHECK(is_marked(param), kInvalidArgument, "[fsdp] parameter ", fqn, " is a plain tensor; with dp_mesh_dims every "
-                "parameter must be a DTensor on the mesh, Replicate on the data-parallel axes: use distribute_parameter");
+    FSDP2_CHECK(
+        is_marked(param), kInvalidArgument, "[fsdp] parameter ", fqn,
+        " is a plain tensor; with dp_mesh_dims every "
+        "parameter must be a DTensor on the mesh, Replicate on the data-parallel axes: use distribute_parameter");
     const DTensorSpec& spec = *spec_of(param);
     FSDP2_CHECK(spec.mesh == *mesh.full_mesh, kInvalidArgument, "[fsdp] parameter ", fqn, " lies on a mesh of shape ",
                 at::IntArrayRef(spec.mesh.shape()), " and names \"", c10::Join("\", \"", spec.mesh.dim_names()),

@@ -73,7 +73,8 @@ std::vector<std::weak_ptr<ModuleState>> states_of(const std::vector<FSDPModule>&
 /// What belongs to a group cannot be meant for several at once.
 void check_one_group(const ModuleState& state, const char* method) {
   FSDP2_CHECK(state.groups.size() <= 1, kUnsupported, "[fsdp] ", method, " of ", state.label(), ": it has ",
-              state.groups.size(), " groups on different meshes, and this would be used for all; shard what is on another mesh "
+              state.groups.size(),
+              " groups on different meshes, and this would be used for all; shard what is on another mesh "
               "in a fully_shard call of its own");
 }
 
@@ -157,8 +158,9 @@ void FSDPModule::set_all_reduce_hook(std::function<void(Tensor&)> hook, std::opt
   check_one_group(state(), "set_all_reduce_hook");
   FSDP2_CHECK(!stream || hook, kInvalidArgument, "[fsdp] set_all_reduce_hook got a stream and no hook to run there");
   for_groups(state(), false, [&](ParamGroup& group) {
-    FSDP2_CHECK(!stream || group.mesh().replicate_size == 1, kInvalidArgument, "[fsdp] set_all_reduce_hook got a stream for ",
-                group.label(), ", which a 2-D mesh already all-reduces on one of its own; pass none");
+    FSDP2_CHECK(!stream || group.mesh().replicate_size == 1, kInvalidArgument,
+                "[fsdp] set_all_reduce_hook got a stream for ", group.label(),
+                ", which a 2-D mesh already all-reduces on one of its own; pass none");
     group.settings.all_reduce_hook = hook;
     group.settings.all_reduce_hook_stream = stream;
   });
@@ -180,8 +182,11 @@ void FSDPModule::set_post_optim_event(std::shared_ptr<c10::Event> event) {
 
 void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
   for_groups(state(), false, [&](ParamGroup& group) {
-    FSDP2_CHECK(!group.settings.all_gather && !group.settings.reduce_scatter, kUsage, "[fsdp] "
-                "set_allocate_memory_from_process_group_for_comm: ", group.label(), " has a custom collective, which allocates "
+    FSDP2_CHECK(!group.settings.all_gather && !group.settings.reduce_scatter, kUsage,
+                "[fsdp] "
+                "set_allocate_memory_from_process_group_for_comm: ",
+                group.label(),
+                " has a custom collective, which allocates "
                 "for itself; remove it first");
     group.settings.allocate_from_group = enable;
   });
@@ -193,8 +198,10 @@ void FSDPModule::set_symm_mem_for_comm(const std::string& backend) {
 }
 
 void FSDPModule::reset_iter_state() {
-  FSDP2_CHECK(state().is_root() || state().context->states.size() == 1, kUsage, "[fsdp] reset_iter_state() was called "
-              "on ", state().label(), ", which is not a root; call it on the outermost module");
+  FSDP2_CHECK(state().is_root() || state().context->states.size() == 1, kUsage,
+              "[fsdp] reset_iter_state() was called "
+              "on ",
+              state().label(), ", which is not a root; call it on the outermost module");
   state().context->reset();
 }
 
@@ -232,7 +239,8 @@ bool FSDPModule::is_root() { return state().is_root(); }
 
 bool FSDPModule::is_unsharded() {
   const auto& groups = state().groups;
-  return !groups.empty() && std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group->is_unsharded(); });
+  return !groups.empty() &&
+         std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group->is_unsharded(); });
 }
 
 void share_comm_ctx(const std::vector<FSDPModule>& roots) {

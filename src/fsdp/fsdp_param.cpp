@@ -129,21 +129,25 @@ void FSDPParam::check_unsharded() const {
   if (shown_ != Shown::kWhole || !alive.defined()) {
     return;
   }
-  const bool same_data = !is_marked(alive) && alive.storage().unsafeGetStorageImpl() == whole_.storage().unsafeGetStorageImpl() &&
+  const bool same_data = !is_marked(alive) &&
+                         alive.storage().unsafeGetStorageImpl() == whole_.storage().unsafeGetStorageImpl() &&
                          alive.scalar_type() == whole_.scalar_type() && alive.sizes() == whole_.sizes();
-  FSDP2_CHECK(same_data, kUsage, "[fsdp] the data of parameter ", fqn_, " was replaced while it was unsharded (now ",
-              alive.scalar_type(), " ", alive.sizes(), " on ", alive.device(),
-              "), e.g. by module->to(): the change cannot be kept. Drop it with reset_iter_state() on the root; next time "
-              "call reshard() on its module first, then convert");
-  FSDP2_CHECK(alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
-              " was written in place while it was unsharded: the write cannot be kept. Drop it with reset_iter_state() on "
-              "the root; next time call reshard() on its module first, then write into the sharded parameter");
+  FSDP2_CHECK(
+      same_data, kUsage, "[fsdp] the data of parameter ", fqn_, " was replaced while it was unsharded (now ",
+      alive.scalar_type(), " ", alive.sizes(), " on ", alive.device(),
+      "), e.g. by module->to(): the change cannot be kept. Drop it with reset_iter_state() on the root; next time "
+      "call reshard() on its module first, then convert");
+  FSDP2_CHECK(
+      alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
+      " was written in place while it was unsharded: the write cannot be kept. Drop it with reset_iter_state() on "
+      "the root; next time call reshard() on its module first, then write into the sharded parameter");
 }
 
 void FSDPParam::check_gathered() const {
-  FSDP2_CHECK(!foreign_local() && local()._version() == known_version_, kUsage, "[fsdp] sharded parameter ", fqn_,
-              " was written while its gather was under way, so the gathered values are old: wait for the gather, or call "
-              "reshard() on its module, before the write");
+  FSDP2_CHECK(
+      !foreign_local() && local()._version() == known_version_, kUsage, "[fsdp] sharded parameter ", fqn_,
+      " was written while its gather was under way, so the gathered values are old: wait for the gather, or call "
+      "reshard() on its module, before the write");
 }
 
 void FSDPParam::to_sharded() {
@@ -173,10 +177,13 @@ void FSDPParam::check_part() const {
   if (shown_ != Shown::kPart || !alive.defined()) {
     return;
   }
-  const bool same = is_marked(alive) && local_of(alive).is_same(local_of(part_)) &&
-                    local_of(part_)._version() == known_version_;
-  FSDP2_CHECK(same, kUsage, "[fsdp] parameter ", fqn_, " was written or replaced between forward and backward, while "
-              "reshard_after_forward = ", spec_of(part_)->mesh.size(1), " keeps a temporary copy of it: the write cannot be kept. "
+  const bool same =
+      is_marked(alive) && local_of(alive).is_same(local_of(part_)) && local_of(part_)._version() == known_version_;
+  FSDP2_CHECK(same, kUsage, "[fsdp] parameter ", fqn_,
+              " was written or replaced between forward and backward, while "
+              "reshard_after_forward = ",
+              spec_of(part_)->mesh.size(1),
+              " keeps a temporary copy of it: the write cannot be kept. "
               "Drop it with reset_iter_state() on the root; next time call reshard() on its module first");
 }
 

@@ -45,7 +45,8 @@ void check_options(const FullyShardOptions& options) {
     FSDP2_CHECK(tensor.defined(), kInvalidArgument, "[fsdp] ignored_params holds an undefined tensor");
   }
   const auto* ranks = options.reshard_after_forward ? std::get_if<int>(&*options.reshard_after_forward) : nullptr;
-  FSDP2_CHECK(!options.dp_mesh_dims || ranks == nullptr, kUnsupported, "[fsdp] an integer reshard_after_forward is not "
+  FSDP2_CHECK(!options.dp_mesh_dims || ranks == nullptr, kUnsupported,
+              "[fsdp] an integer reshard_after_forward is not "
               "offered together with dp_mesh_dims; use true or false");
 }
 
@@ -57,13 +58,15 @@ void check_module(const torch::nn::Module& module) {
               "; call it once per module (a module used in two places is one module)");
   FSDP2_CHECK(dynamic_cast<const torch::nn::ModuleListImpl*>(&module) == nullptr &&
                   dynamic_cast<const torch::nn::ModuleDictImpl*>(&module) == nullptr,
-              kInvalidArgument, "[fsdp] ", name, " has no forward of its own, so its hooks would never run; call "
+              kInvalidArgument, "[fsdp] ", name,
+              " has no forward of its own, so its hooks would never run; call "
               "fully_shard on each of its elements, and then on the module that holds it");
 }
 
 /// Of a list, those that no other element contains.
 Modules roots_of(const std::vector<ModuleRef>& refs) {
-  FSDP2_CHECK(!refs.empty(), kInvalidArgument, "[fsdp] fully_shard got an empty list of modules; expected at least one");
+  FSDP2_CHECK(!refs.empty(), kInvalidArgument,
+              "[fsdp] fully_shard got an empty list of modules; expected at least one");
   Modules all;
   for (const ModuleRef& ref : refs) {
     check_module(*ref);
@@ -95,15 +98,19 @@ std::pair<int64_t, DataParallelMesh> placement_of(const NamedTensor& named, cons
   FSDP2_CHECK(dim >= -dims && dim < dims, kInvalidArgument, "[fsdp] shard_placement_fn returned Shard(", dim, ") for ",
               named.fqn, " of shape ", named.tensor.sizes(), "; the dim must lie in [", -dims, ", ", dims, ")");
   if (dim < 0) dim += dims;
-  FSDP2_CHECK(!chosen->mesh || !options.dp_mesh_dims, kInvalidArgument, "[fsdp] shard_placement_fn returned a mesh for ",
-              named.fqn, ", which does not go together with dp_mesh_dims; return a placement only");
+  FSDP2_CHECK(!chosen->mesh || !options.dp_mesh_dims, kInvalidArgument,
+              "[fsdp] shard_placement_fn returned a mesh for ", named.fqn,
+              ", which does not go together with dp_mesh_dims; return a placement only");
   DataParallelMesh mesh = chosen->mesh ? data_parallel_mesh(*chosen->mesh) : default_mesh;
-  FSDP2_CHECK(mesh.mesh.device_type() == default_mesh.mesh.device_type(), kInvalidArgument, "[fsdp] shard_placement_fn "
-              "returned a mesh of ", mesh.mesh.device_type(), " devices for ", named.fqn, "; the module is sharded over ",
+  FSDP2_CHECK(mesh.mesh.device_type() == default_mesh.mesh.device_type(), kInvalidArgument,
+              "[fsdp] shard_placement_fn "
+              "returned a mesh of ",
+              mesh.mesh.device_type(), " devices for ", named.fqn, "; the module is sharded over ",
               default_mesh.mesh.device_type(), " devices");
   const int64_t rows = is_marked(named.tensor) ? local_of(named.tensor).size(dim) : named.tensor.size(dim);
   FSDP2_CHECK(dim == 0 || rows % mesh.shard_size == 0, kUnsupported, "[fsdp] Shard(", dim, ") of ", named.fqn,
-              " of shape ", named.tensor.sizes(), " over ", mesh.shard_size, " ranks is uneven; only dim 0 may be: choose "
+              " of shape ", named.tensor.sizes(), " over ", mesh.shard_size,
+              " ranks is uneven; only dim 0 may be: choose "
               "another dim, or pad the parameter");
   return {dim, std::move(mesh)};
 }
@@ -114,7 +121,8 @@ std::vector<MeshParams> sort_by_mesh(const std::vector<NamedTensor>& params, con
   std::vector<MeshParams> sorted;
   for (const NamedTensor& named : params) {
     auto [dim, mesh] = placement_of(named, options, default_mesh);
-    auto group = std::find_if(sorted.begin(), sorted.end(), [&mesh = mesh](const auto& each) { return each.mesh == mesh; });
+    auto group =
+        std::find_if(sorted.begin(), sorted.end(), [&mesh = mesh](const auto& each) { return each.mesh == mesh; });
     if (group == sorted.end()) {
       group = sorted.insert(sorted.end(), MeshParams{mesh, {}});
     }
@@ -134,12 +142,15 @@ void take_over_tied(const Modules& modules, std::vector<MeshParams>& sorted, con
                          [&param = param](const FSDPParam& each) { return each.param().is_same(param); })) {
           continue;
         }
-        FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported, "[fsdp] parameters are tied across ", owner->label(), " and this "
+        FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported, "[fsdp] parameters are tied across ", owner->label(),
+                    " and this "
                     "call, which dp_mesh_dims does not go together with; shard all their users in one call");
         group->reshard();
         const DataParallelMesh mesh = group->mesh();
-        FSDP2_CHECK(options.shard_placement_fn || mesh == default_mesh, kInvalidArgument, "[fsdp] parameters that are tied "
-                    "across ", owner->label(), " and this call are sharded over a mesh of shape ",
+        FSDP2_CHECK(options.shard_placement_fn || mesh == default_mesh, kInvalidArgument,
+                    "[fsdp] parameters that are tied "
+                    "across ",
+                    owner->label(), " and this call are sharded over a mesh of shape ",
                     at::IntArrayRef(mesh.mesh.shape()), " there and ", at::IntArrayRef(default_mesh.mesh.shape()),
                     " here; use one mesh for all modules that share a parameter");
         ParamGroup::Named given = group->give_up(param);
@@ -189,8 +200,9 @@ void set_reshard(ModuleState& state, const FullyShardOptions& options, std::opti
     return;
   }
   if (*parts == 1) {
-    FSDP2_LOG_WARN_ONCE("[fsdp] reshard_after_forward = 1 keeps whole parameters on every rank, as false does; false says "
-                        "it better");
+    FSDP2_LOG_WARN_ONCE(
+        "[fsdp] reshard_after_forward = 1 keeps whole parameters on every rank, as false does; false says "
+        "it better");
   }
   state.set_reshard_after_forward(*parts > 1);
   for (const auto& group : state.groups) {
@@ -241,8 +253,8 @@ FSDPModule shard(const Modules& modules, const ManagedCollector& managed, const 
   static std::atomic<int> calls{0};
   std::string names;
   for (const auto& module : modules) names += (names.empty() ? "" : ", ") + module->name();
-  auto state = std::make_shared<ModuleState>(modules, options.mp_policy,
-                                             c10::str(names, " (fully_shard call ", ++calls, ")"));
+  auto state =
+      std::make_shared<ModuleState>(modules, options.mp_policy, c10::str(names, " (fully_shard call ", ++calls, ")"));
   state->context->states.push_back(state);
   state->device = device;
   for (const auto& [fqn, buffer] : managed.buffers) {

@@ -88,10 +88,13 @@ void ParamGroup::start_gather(GatherBucket& bucket) {
   Tensor out;
   if (settings.all_gather) {
     out = settings.all_gather->allocate({ranks * numel}, options);
-    FSDP2_CHECK(out.defined() && out.numel() == ranks * numel && out.scalar_type() == bucket.dtype && out.is_contiguous(),
-                kInvalidArgument, "[fsdp] the custom all-gather's allocate() was asked for ", ranks * numel, " contiguous "
-                "elements of ", bucket.dtype, " for ", label_, " and returned ",
-                out.defined() ? c10::str(out.sizes(), " of ", out.scalar_type()) : std::string("nothing"));
+    FSDP2_CHECK(
+        out.defined() && out.numel() == ranks * numel && out.scalar_type() == bucket.dtype && out.is_contiguous(),
+        kInvalidArgument, "[fsdp] the custom all-gather's allocate() was asked for ", ranks * numel,
+        " contiguous "
+        "elements of ",
+        bucket.dtype, " for ", label_, " and returned ",
+        out.defined() ? c10::str(out.sizes(), " of ", out.scalar_type()) : std::string("nothing"));
     out = out.view({-1});
   } else {
     out = communication_buffer(ranks * numel, options, group);

@@ -75,9 +75,8 @@ void GradientReduction::sort_into_buckets(const std::vector<std::pair<size_t, Te
 void GradientReduction::add_alone(std::vector<std::pair<size_t, Tensor>>& gradients) {
   for (auto& [index, gradient] : gradients) {
     FSDPParam& param = group_->params_[index];
-    Tensor local = gradient.defined()
-                       ? gradient.to(param.device(), param.orig_dtype()).contiguous()
-                       : at::zeros(param.local().sizes(), param.local().options().requires_grad(false));
+    Tensor local = gradient.defined() ? gradient.to(param.device(), param.orig_dtype()).contiguous()
+                                      : at::zeros(param.local().sizes(), param.local().options().requires_grad(false));
     if (divisor() != 1) {
       local = local.div(divisor());
     }

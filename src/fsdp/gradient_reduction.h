@@ -1,7 +1,8 @@
 #pragma once
 
 // Note [Reduction is one pipeline]
-// cast and copy in -> scale -> reduce-scatter -> (partial sum, all-reduce over replicas) -> scale -> user's hook -> cast
+// cast and copy in -> scale -> reduce-scatter -> (partial sum, all-reduce over replicas) -> scale -> user's hook ->
+// cast
 // -> add to the sharded gradients -> users' hooks on parameters. Scaling is done here, never by the backend (Gloo and
 // NCCL disagree on AVG), and the divisor is applied once whatever the sizes of the two axes.
 

@@ -18,7 +18,8 @@ void ParamGroup::on_leaf_gradient(size_t index, const Tensor& gradient) {
   if (is_marked(gradient)) {
     // From to_local() or full_tensor() in the loss: this rank's part already, it adds to the reduced gradient.
     FSDP2_CHECK(!param.gradient.accumulating() && !param.gradient.has_pending(alive, param.fqn()), kUsage,
-                "[fsdp] parameter ", param.fqn(), " got a sharded gradient (from to_local() or full_tensor() in the "
+                "[fsdp] parameter ", param.fqn(),
+                " got a sharded gradient (from to_local() or full_tensor() in the "
                 "loss) beside an unreduced one; call backward on that part of the loss alone, after "
                 "synchronize_gradients()");
     return;
@@ -34,8 +35,8 @@ bool ParamGroup::enter_backward() {
 
 void ParamGroup::post_backward(bool at_end) {
   in_backward_ = false;
-  const bool any = std::any_of(params_.begin(), params_.end(),
-                               [](const FSDPParam& param) { return param.gradient.accumulating(); });
+  const bool any =
+      std::any_of(params_.begin(), params_.end(), [](const FSDPParam& param) { return param.gradient.accumulating(); });
   if (!settings.reduce_gradients) {
     if (any) {
       keep_pending();
@@ -84,9 +85,9 @@ void ParamGroup::reduce_all(bool all_reduce) {
     }
     Tensor whole = param.gradient.take(alive, param.fqn());
     // An undefined one stands for zero: unused, or nothing but a sum that waits for the other replicas.
-    const bool stands_in = !whole.defined() &&
-                           ((settings.reduce_unused && !reduced_unused_ && ever_unsharded_ && alive.requires_grad()) ||
-                            (several_replicas && all_reduce && param.gradient.has_partial_sum(alive, param.fqn())));
+    const bool stands_in =
+        !whole.defined() && ((settings.reduce_unused && !reduced_unused_ && ever_unsharded_ && alive.requires_grad()) ||
+                             (several_replicas && all_reduce && param.gradient.has_partial_sum(alive, param.fqn())));
     if (whole.defined() || stands_in) {
       gradients.emplace_back(i, std::move(whole));
       wanted = true;

@@ -40,7 +40,8 @@ void ManagedCollector::add(const Tensor& param, const std::string& fqn) {
     return;  // Note [Tied parameters]
   }
   FSDP2_CHECK(distributed_ || !is_marked(param), kUnsupported, "[fsdp] parameter ", fqn, " is already distributed as ",
-              is_marked(param) ? to_string(spec_of(param)->placements) : std::string(), ", which a mesh of its own cannot be "
+              is_marked(param) ? to_string(spec_of(param)->placements) : std::string(),
+              ", which a mesh of its own cannot be "
               "combined with; pass the mesh that it lies on, with dp_mesh_dims to say which axes are data-parallel");
   FSDP2_CHECK(param.dim() > 0, kInvalidArgument, "[fsdp] parameter ", fqn,
               " has no dimensions and cannot be sharded; make it 1-dimensional (shape [1]), or pass it in "

@@ -53,12 +53,14 @@ std::vector<std::shared_ptr<ModuleState>> ModuleState::tree() const {
 }
 
 void ModuleState::become_root(const torch::nn::Module& module) {
-  FSDP2_CHECK(modules_.size() == 1, kUsage, "[fsdp] ", label_, " is a list of ", modules_.size(), " modules and has no root "
+  FSDP2_CHECK(modules_.size() == 1, kUsage, "[fsdp] ", label_, " is a list of ", modules_.size(),
+              " modules and has no root "
               "above it; call fully_shard also on the one module that contains them, and run that one's forward");
   const auto states = tree();
   for (const auto& state : states) {
     FSDP2_CHECK(state.get() == this || !state->is_root_, kUsage, "[fsdp] ", state->label_,
-                " ran its forward before its root ", label_, " did, and so was taken for a root itself; run the forward "
+                " ran its forward before its root ", label_,
+                " did, and so was taken for a root itself; run the forward "
                 "of the outermost module first");
   }
   check_tied_parameters(module);
@@ -82,13 +84,13 @@ void ModuleState::become_root(const torch::nn::Module& module) {
 }
 
 void ModuleState::name_from(const torch::nn::Module& root) {
+  std::unordered_set<const ModuleState*> named;
   for (const auto& item : root.named_modules()) {
     const auto state = state_of(*item.value());
     if (!state) {
       continue;
     }
-    const bool first = state->modules_.front().lock() == item.value();
-    state->fqn_ = first ? item.key() : state->fqn_ + ", " + item.key();
+    state->fqn_ = named.insert(state.get()).second ? item.key() : state->fqn_ + ", " + item.key();
     for (const auto& group : state->groups) {
       group->module_fqn = state->fqn_;
     }
@@ -270,7 +272,9 @@ void ModuleState::post_forward(const torch::nn::Module& module, const TensorPoin
   if (ends_iteration && is_root_) {
     for (auto weak = context->states.rbegin(); weak != context->states.rend(); ++weak) {
       if (const auto state = weak->lock(); state && !state->ran_.empty()) {
-        state->complete_forward(state->backward_follows_);  // a list of which some were not called
+        // A list of which some were not called: its backward begins with the root's.
+        state->complete_forward(state->backward_follows_);
+        attach_pre_backward(outputs, state);
       }
     }
     context->drop_pending_gathers();

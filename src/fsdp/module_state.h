@@ -75,9 +75,9 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   bool reshard_after_forward_ = true;
   bool reshard_is_default_ = false;
   bool is_root_ = false;
-  bool in_tree_ = false;       // a root was found, this one or one above
+  bool in_tree_ = false;  // a root was found, this one or one above
   bool check_writes_ = true;
-  int depth_ = 0;              // entries of forward that are running
+  int depth_ = 0;  // entries of forward that are running
   // Of a list: members that ran in the forward under way; it is over when all did.
   std::unordered_set<const torch::nn::Module*> ran_;
   bool in_pass_ = false;

@@ -45,25 +45,24 @@ void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device de
   buffers_.clear();
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::ScalarType dtype = locals[i].scalar_type();
-    auto buffer = std::find_if(buffers_.begin(), buffers_.end(), [&](const ShardBuffer& b) { return b.dtype == dtype; });
+    auto buffer =
+        std::find_if(buffers_.begin(), buffers_.end(), [&](const ShardBuffer& b) { return b.dtype == dtype; });
     if (buffer == buffers_.end()) {
       buffer = buffers_.insert(buffers_.end(), ShardBuffer{});
       buffer->dtype = dtype;
     }
-    const int64_t offset = buffer->members.empty()
-                               ? 0
-                               : buffer->offsets.back() + params_[buffer->members.back()].padded_numel();
+    const int64_t offset =
+        buffer->members.empty() ? 0 : buffer->offsets.back() + params_[buffer->members.back()].padded_numel();
     buffer->members.push_back(i);
     buffer->offsets.push_back(offset);
   }
   for (ShardBuffer& buffer : buffers_) {
     const int64_t numel = buffer.offsets.back() + params_[buffer.members.back()].padded_numel();
-    const bool meta = std::any_of(buffer.members.begin(), buffer.members.end(),
-                                  [&](size_t i) { return locals[i].is_meta(); });
+    const bool meta =
+        std::any_of(buffer.members.begin(), buffer.members.end(), [&](size_t i) { return locals[i].is_meta(); });
     const bool pinned = offload_ && offload_->pin_memory && !device_.is_cpu() && !meta;
-    buffer.flat = at::empty({numel}, at::TensorOptions(buffer.dtype)
-                                         .device(meta ? c10::Device(at::kMeta) : device)
-                                         .pinned_memory(pinned));
+    buffer.flat = at::empty(
+        {numel}, at::TensorOptions(buffer.dtype).device(meta ? c10::Device(at::kMeta) : device).pinned_memory(pinned));
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       FSDPParam& param = params_[buffer.members[k]];
       const Tensor& from = locals[buffer.members[k]];
@@ -90,7 +89,8 @@ void ParamGroup::build_gather_buckets() {
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::ScalarType orig = params_[i].orig_dtype();
     const at::ScalarType dtype = policy_.param_dtype && at::isFloatingType(orig) ? *policy_.param_dtype : orig;
-    auto bucket = std::find_if(gathers_.begin(), gathers_.end(), [&](const GatherBucket& g) { return g.dtype == dtype; });
+    auto bucket =
+        std::find_if(gathers_.begin(), gathers_.end(), [&](const GatherBucket& g) { return g.dtype == dtype; });
     if (bucket == gathers_.end()) {
       bucket = gathers_.insert(gathers_.end(), GatherBucket{});
       bucket->dtype = dtype;
@@ -191,13 +191,17 @@ void ParamGroup::check_ready() {
     }
   }
   ask_ranks_for_unwritten_ &= !unwritten.empty();
-  FSDP2_CHECK(on_meta.empty(), kUsage, "[fsdp] parameters ", on_meta, " are still on the meta device and have no data; "
-              "call to_empty(model, device) and reset_parameters(model), or load a checkpoint, before the first forward");
-  FSDP2_CHECK(unwritten.empty(), kUsage, "[fsdp] parameters ", unwritten, " were given memory by to_empty() but never "
+  FSDP2_CHECK(
+      on_meta.empty(), kUsage, "[fsdp] parameters ", on_meta,
+      " are still on the meta device and have no data; "
+      "call to_empty(model, device) and reset_parameters(model), or load a checkpoint, before the first forward");
+  FSDP2_CHECK(unwritten.empty(), kUsage, "[fsdp] parameters ", unwritten,
+              " were given memory by to_empty() but never "
               "written; call reset_parameters(model), load a checkpoint, or mark_initialized(module) where values were "
               "written through raw pointers");
-  FSDP2_CHECK(off_cpu.empty(), kUsage, "[fsdp] with offload_policy the shards must be on the CPU, but these are not: ",
-              off_cpu, "; call to_empty(model, torch::kCPU), or model->to(torch::kCPU)");
+  FSDP2_CHECK(off_cpu.empty(), kUsage,
+              "[fsdp] with offload_policy the shards must be on the CPU, but these are not: ", off_cpu,
+              "; call to_empty(model, torch::kCPU), or model->to(torch::kCPU)");
   for (FSDPParam& param : params_) {
     param.mark_written();
   }

@@ -45,8 +45,8 @@ Hooks& find_or_make(const at::Tensor& param) {
   if (Hooks* found = find(param)) {
     return *found;
   }
-  FSDP2_CHECK(slot_of(param) == nullptr, kUsage, "[fsdp] a parameter of shape ",
-              param.sizes(), " has a post-accumulate hook that was put there past this library; use "
+  FSDP2_CHECK(slot_of(param) == nullptr, kUsage, "[fsdp] a parameter of shape ", param.sizes(),
+              " has a post-accumulate hook that was put there past this library; use "
               "register_post_accumulate_grad_hook for all of them");
   auto made = std::make_unique<Hooks>();
   Hooks& hooks = *made;
@@ -72,7 +72,8 @@ void run_post_accumulate_hooks(at::Tensor& param) {
 }  // namespace detail
 
 void register_post_accumulate_grad_hook(const Tensor& param, std::function<void(Tensor& param)> hook) {
-  FSDP2_CHECK(param.defined() && param.is_leaf() && hook != nullptr, kInvalidArgument, "[fsdp] "
+  FSDP2_CHECK(param.defined() && param.is_leaf() && hook != nullptr, kInvalidArgument,
+              "[fsdp] "
               "register_post_accumulate_grad_hook needs a parameter (a leaf tensor) and a function");
   detail::find_or_make(param).hooks.push_back(std::move(hook));
 }

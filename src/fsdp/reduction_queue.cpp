@@ -12,8 +12,8 @@ ReductionQueue::~ReductionQueue() = default;
 void ReductionQueue::start(std::shared_ptr<ParamGroup> group, std::vector<std::pair<size_t, at::Tensor>> gradients,
                            bool all_reduce, size_t max_inputs) {
   // An input is the size of whole parameters: freed first. What then waits for its all-reduce is the size of shards.
-  auto holding = static_cast<size_t>(std::count_if(running_.begin(), running_.end(),
-                                                   [](const auto& each) { return each->holds_input(); }));
+  auto holding = static_cast<size_t>(
+      std::count_if(running_.begin(), running_.end(), [](const auto& each) { return each->holds_input(); }));
   for (const auto& each : running_) {
     if (holding < max_inputs) break;
     if (each->holds_input()) {
@@ -21,8 +21,8 @@ void ReductionQueue::start(std::shared_ptr<ParamGroup> group, std::vector<std::p
       --holding;
     }
   }
-  while (running_.size() > max_inputs || (!running_.empty() && group->mesh().replicate_size == 1 &&
-                                          !running_.front()->holds_input())) {
+  while (running_.size() > max_inputs ||
+         (!running_.empty() && group->mesh().replicate_size == 1 && !running_.front()->holds_input())) {
     finish_oldest();
   }
   running_.push_back(std::make_unique<GradientReduction>(std::move(group), std::move(gradients), all_reduce));

@@ -81,10 +81,12 @@ std::vector<MisplacedParameter> misplaced_parameters(const torch::nn::Module& ro
 
 void check_tied_parameters(const torch::nn::Module& root) {
   ParameterWalk walk([&](const Use& use) {
-    FSDP2_CHECK(contains(use.around, use.owner), kUsage, "[fsdp] parameter ", use.fqn, " of ", root.name(),
-                " is tied to parameter ", use.owners_name, " of ", use.owner->label(), ", and no fully_shard call covers all "
-                "its users, so it would not be whole here; call fully_shard also on a module that contains all of them, or "
-                "once on the list of them, fully_shard({a, b})");
+    FSDP2_CHECK(
+        contains(use.around, use.owner), kUsage, "[fsdp] parameter ", use.fqn, " of ", root.name(),
+        " is tied to parameter ", use.owners_name, " of ", use.owner->label(),
+        ", and no fully_shard call covers all "
+        "its users, so it would not be whole here; call fully_shard also on a module that contains all of them, or "
+        "once on the list of them, fully_shard({a, b})");
   });
   walk.visit(root, "", {});
 }

@@ -60,7 +60,9 @@ void TrainingContext::finish_backward() {
     }
   }
   iteration_root = nullptr;
-  drop_pending_gathers();
+  if (is_last_backward) {
+    drop_pending_gathers();
+  }
   finish_reductions();
   check_reductions_agree();
   if (is_last_backward) {
@@ -122,8 +124,10 @@ void TrainingContext::check_agree_over(const ProcessGroup& over, int64_t mine) {
   const std::vector<std::string> of_ranks = all_gather_strings(names, over);
   size_t other = 1;
   while (other + 1 < of_ranks.size() && of_ranks[other] == of_ranks[0]) ++other;
-  FSDP2_THROW(kUsage, "[fsdp] ranks reduced gradients of different parameters in one backward, so the gradients are "
-              "wrong: rank 0 of the mesh those of ", of_ranks[0], "; rank ", other, " those of ", of_ranks[other],
+  FSDP2_THROW(kUsage,
+              "[fsdp] ranks reduced gradients of different parameters in one backward, so the gradients are "
+              "wrong: rank 0 of the mesh those of ",
+              of_ranks[0], "; rank ", other, " those of ", of_ranks[other],
               ". Every rank must use the same parameters in each step; call zero_grad() and mend the forward");
 }
 

@@ -82,12 +82,12 @@ void rethrow_c10d_error(const std::string& context) {
     const std::string text = c10::str("[collective] ", context, " failed: ", cause);
     if (says("imed out") || says("imeout")) {
       throw Error(ErrorCode::kTimeout,
-                  text + "; another rank did not take part in time: check that all ranks run the same steps, or "
-                         "raise ProcessGroupOptions::timeout");
+                  text +
+                      "; another rank did not take part in time: check that all ranks run the same steps, or "
+                      "raise ProcessGroupOptions::timeout");
     }
     if (says("onnection") || says("closed") || says("reset") || says("refused") || says("Broken pipe")) {
-      throw Error(ErrorCode::kPeerFailed,
-                  text + "; a peer has probably ended: its own error is the root cause");
+      throw Error(ErrorCode::kPeerFailed, text + "; a peer has probably ended: its own error is the root cause");
     }
     throw Error(ErrorCode::kInvalidArgument, text);
   }
@@ -146,8 +146,7 @@ PendingCollective all_gather(Tensor& out, const Tensor& in, const ProcessGroup& 
                                });
 }
 
-PendingCollective reduce_scatter(Tensor& out, const Tensor& in, ReduceOp op, const ProcessGroup& group,
-                                 CallSite site) {
+PendingCollective reduce_scatter(Tensor& out, const Tensor& in, ReduceOp op, const ProcessGroup& group, CallSite site) {
   if (group->getSize() == 1) {
     const BelowDTensor below;
     const at::NoGradGuard no_grad;
@@ -202,9 +201,7 @@ void barrier_on(const ProcessGroup& group, CallSite site) {
   if (group->getSize() == 1) {
     return;
   }
-  CollectiveFunnel::run(CollectiveOp::kBarrier, group, site, 0, {}, [&] {
-    return group->barrier();
-  }).wait();
+  CollectiveFunnel::run(CollectiveOp::kBarrier, group, site, 0, {}, [&] { return group->barrier(); }).wait();
 }
 
 }  // namespace fsdp2::detail

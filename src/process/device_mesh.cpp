@@ -1,7 +1,7 @@
 #include <fsdp2/device_mesh.h>
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstring>
@@ -113,10 +113,11 @@ void check_names(const std::vector<std::string>& names, size_t ndim) {
 }
 
 std::vector<int> rank_vector(const Tensor& ranks) {
-  FSDP2_CHECK(ranks.defined() && ranks.scalar_type() == at::kLong && ranks.dim() >= 1 && ranks.numel() >= 1,
-              kInvalidArgument, "[device_mesh] ranks must be an int64 tensor of at least one dimension and element; got ",
-              ranks.defined() ? c10::str(ranks.scalar_type(), " of ", ranks.dim(), " dims, ", ranks.numel(), " elements")
-                              : std::string("an undefined tensor"));
+  FSDP2_CHECK(
+      ranks.defined() && ranks.scalar_type() == at::kLong && ranks.dim() >= 1 && ranks.numel() >= 1, kInvalidArgument,
+      "[device_mesh] ranks must be an int64 tensor of at least one dimension and element; got ",
+      ranks.defined() ? c10::str(ranks.scalar_type(), " of ", ranks.dim(), " dims, ", ranks.numel(), " elements")
+                      : std::string("an undefined tensor"));
   const Tensor dense = ranks.cpu().contiguous();
   const int64_t* data = dense.const_data_ptr<int64_t>();
   std::vector<int> values;
@@ -165,9 +166,10 @@ namespace {
 
 /// The rank lists of the meshes that other ranks hold in this one's place, to make groups of together.
 const std::vector<std::vector<int>>& siblings_of(const DeviceMesh::Impl& mesh) {
-  FSDP2_CHECK(!mesh.siblings.empty(), kUnsupported, "[device_mesh] a mesh of shape ", shape_text(mesh.shape),
-              " that from_group made of a part of the ranks cannot be cut into further groups, since its ranks do not know "
-              "the other parts; make it with init_device_mesh and pick the axis by name");
+  FSDP2_CHECK(
+      !mesh.siblings.empty(), kUnsupported, "[device_mesh] a mesh of shape ", shape_text(mesh.shape),
+      " that from_group made of a part of the ranks cannot be cut into further groups, since its ranks do not know "
+      "the other parts; make it with init_device_mesh and pick the axis by name");
   return mesh.siblings;
 }
 
@@ -187,8 +189,10 @@ ProcessGroup detail::separate_group(const DeviceMesh& mesh, int64_t axis, const 
 
 DeviceMesh detail::split_mesh(const DeviceMesh& mesh, int64_t part) {
   const int64_t size = mesh.size();
-  FSDP2_CHECK(part >= 1 && size % part == 0, kInvalidArgument, "[device_mesh] ", size, " ranks cannot be split into "
-              "parts of ", part);
+  FSDP2_CHECK(part >= 1 && size % part == 0, kInvalidArgument, "[device_mesh] ", size,
+              " ranks cannot be split into "
+              "parts of ",
+              part);
   const std::vector<int64_t> shape = {size / part, part};
   const int my_rank = require_world("a mesh").rank;
   std::shared_ptr<DeviceMesh::Impl> mine;
@@ -217,8 +221,8 @@ DeviceMesh init_device_mesh(c10::DeviceType device_type, std::vector<int64_t> sh
                             std::vector<std::string> dim_names) {
   FSDP2_CHECK(!shape.empty(), kInvalidArgument, "[device_mesh] the mesh shape is empty; give one size per axis");
   for (const int64_t extent : shape) {
-    FSDP2_CHECK(extent >= 1, kInvalidArgument, "[device_mesh] mesh shape ", shape_text(shape),
-                " has an axis of size ", extent, "; every axis needs at least 1");
+    FSDP2_CHECK(extent >= 1, kInvalidArgument, "[device_mesh] mesh shape ", shape_text(shape), " has an axis of size ",
+                extent, "; every axis needs at least 1");
   }
   // The device is named: a MetaDeviceGuard of the caller's must not reach it.
   const Tensor ranks = at::arange(product(shape), at::TensorOptions(at::kLong).device(at::kCPU));

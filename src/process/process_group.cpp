@@ -71,10 +71,11 @@ std::vector<BackendChoice> parse_backend(const std::string& text) {
       choices.push_back({c10::DeviceType::CUDA, "nccl"});
     } else {
       const bool planned = part == "shm" || part == "fake" || part == "cpu:shm";
-      throw Error(planned ? ErrorCode::kUnsupported : ErrorCode::kInvalidArgument,
-                  c10::str("[process_group] backend \"", text, "\" ", planned ? "is not offered in this version" :
-                           "is unknown", "; expected \"\", \"gloo\", \"nccl\" or a list such as "
-                           "\"cpu:gloo,cuda:nccl\""));
+      throw Error(
+          planned ? ErrorCode::kUnsupported : ErrorCode::kInvalidArgument,
+          c10::str("[process_group] backend \"", text, "\" ", planned ? "is not offered in this version" : "is unknown",
+                   "; expected \"\", \"gloo\", \"nccl\" or a list such as "
+                   "\"cpu:gloo,cuda:nccl\""));
     }
   }
   return choices;
@@ -155,7 +156,8 @@ using detail::require_world;
 using detail::world;
 
 void init_process_group(const ProcessGroupOptions& options) {
-  FSDP2_CHECK(!is_initialized(), kUsage, "[process_group] init_process_group was called twice; call "
+  FSDP2_CHECK(!is_initialized(), kUsage,
+              "[process_group] init_process_group was called twice; call "
               "destroy_process_group() before joining another job");
   auto fresh = std::make_unique<detail::World>();
   fresh->backend = options.backend;
@@ -209,7 +211,8 @@ std::vector<int> get_process_group_ranks(const ProcessGroup& group) {
   const detail::World& current = require_world("get_process_group_ranks()");
   const c10d::ProcessGroup* key = group.defined() ? group.get() : current.default_group.get();
   const auto found = current.ranks_of.find(key);
-  FSDP2_CHECK(found != current.ranks_of.end(), kInvalidArgument, "[process_group] this group was not made by "
+  FSDP2_CHECK(found != current.ranks_of.end(), kInvalidArgument,
+              "[process_group] this group was not made by "
               "fsdp2::new_group or a mesh, so its global ranks are unknown; make it with new_group(ranks)");
   return found->second;
 }
@@ -227,12 +230,12 @@ ProcessGroup new_group(const std::vector<int>& ranks) {
   const std::string name = c10::str("group", current.groups_made++);
   const auto position = std::find(ranks.begin(), ranks.end(), current.rank);
   // An outsider gets a group without a rank, which every operation refuses: an empty one would mean the default group.
-  ProcessGroup group = position == ranks.end()
-                           ? c10::make_intrusive<c10d::ProcessGroup>(
-                                 c10::make_intrusive<c10d::PrefixStore>(name, current.store), -1,
-                                 static_cast<int>(ranks.size()))
-                           : detail::make_group(current, name, static_cast<int>(position - ranks.begin()),
-                                                static_cast<int>(ranks.size()));
+  ProcessGroup group =
+      position == ranks.end()
+          ? c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::PrefixStore>(name, current.store), -1,
+                                                    static_cast<int>(ranks.size()))
+          : detail::make_group(current, name, static_cast<int>(position - ranks.begin()),
+                               static_cast<int>(ranks.size()));
   current.ranks_of.insert_or_assign(group.get(), ranks);  // of a dead group at this address before
   return group;
 }
@@ -344,7 +347,8 @@ std::vector<std::string> all_gather_strings(const std::string& mine, const Proce
   const auto device = over->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
   const auto to_device = [&](const Tensor& tensor) { return tensor.to(device); };
   Tensor lengths = at::zeros({size}, at::TensorOptions(at::kLong).device(device));
-  Tensor length = to_device(at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU)).fill_(static_cast<int64_t>(mine.size())));
+  Tensor length =
+      to_device(at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU)).fill_(static_cast<int64_t>(mine.size())));
   detail::all_gather(lengths, length, over, {"string lengths"}).wait();
   lengths = lengths.cpu();
   const int64_t longest = lengths.max().item<int64_t>();

@@ -58,8 +58,8 @@ uint16_t checked_port(int port, const std::string& where) {
 Address address_from_environment() {
   const auto host = environment("MASTER_ADDR");
   const auto port = environment("MASTER_PORT");
-  FSDP2_CHECK(host && port, kInvalidArgument, "[process_group] init_method env:// needs ",
-              host ? "" : "MASTER_ADDR ", !host && !port ? "and " : "", port ? "" : "MASTER_PORT ",
+  FSDP2_CHECK(host && port, kInvalidArgument, "[process_group] init_method env:// needs ", host ? "" : "MASTER_ADDR ",
+              !host && !port ? "and " : "", port ? "" : "MASTER_PORT ",
               "in the environment: start the program with `fsdp2 run --nproc-per-node N program`, or set them");
   return {*host, checked_port(parse_int(*port, "MASTER_PORT"), "MASTER_PORT"),
           environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True"};
@@ -73,9 +73,7 @@ Address address_from_url(const std::string& url) {
   return {rest.substr(0, colon), checked_port(parse_int(rest.substr(colon + 1), "init_method"), url)};
 }
 
-bool is_loopback(const std::string& host) {
-  return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0;
-}
+bool is_loopback(const std::string& host) { return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0; }
 
 c10::intrusive_ptr<c10d::Store> open_tcp_store(const Address& address, const World& world) {
   c10d::TCPStoreOptions options;
@@ -89,9 +87,10 @@ c10::intrusive_ptr<c10d::Store> open_tcp_store(const Address& address, const Wor
     return c10::make_intrusive<c10d::TCPStore>(address.host, options);
   } catch (const std::exception& error) {
     const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-    FSDP2_THROW(kPeerFailed, "[process_group] rank ", world.rank, options.isServer ? " cannot listen on " :
-                " cannot reach the master at ", address.host, ":", address.port, " within ",
-                world.timeout.count(), " ms; expected rank 0 (or the launcher) to serve it there: check MASTER_ADDR "
+    FSDP2_THROW(kPeerFailed, "[process_group] rank ", world.rank,
+                options.isServer ? " cannot listen on " : " cannot reach the master at ", address.host, ":",
+                address.port, " within ", world.timeout.count(),
+                " ms; expected rank 0 (or the launcher) to serve it there: check MASTER_ADDR "
                 "and MASTER_PORT and that rank 0 is running. Cause: ",
                 c10_error != nullptr ? c10_error->what_without_backtrace() : error.what());
   }
@@ -124,8 +123,8 @@ void check_in(c10d::Store& store, const World& world) {
   }
   const std::string agreed = store.get_to_str("world_size");
   if (agreed != size_text) {
-    refuse(store, c10::str("rank ", world.rank, " was started with world size ", size_text,
-                           " but another rank with ", agreed, "; WORLD_SIZE must be equal on all ranks"));
+    refuse(store, c10::str("rank ", world.rank, " was started with world size ", size_text, " but another rank with ",
+                           agreed, "; WORLD_SIZE must be equal on all ranks"));
   }
   if (store.add(c10::str("claims/", world.rank), 1) > 1) {
     refuse(store, c10::str("two processes claim rank ", world.rank, " of ", size_text,
@@ -138,8 +137,8 @@ void check_in(c10d::Store& store, const World& world) {
   try {
     store.wait({"verdict"}, world.timeout);
   } catch (const std::exception&) {
-    FSDP2_THROW(kTimeout, "[process_group] rank ", world.rank, " waited ", world.timeout.count(), " ms: ",
-                missing_ranks(store, world.world_size),
+    FSDP2_THROW(kTimeout, "[process_group] rank ", world.rank, " waited ", world.timeout.count(),
+                " ms: ", missing_ranks(store, world.world_size),
                 ". Start them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or look for their errors");
   }
   const std::string verdict = store.get_to_str("verdict");
@@ -152,12 +151,13 @@ void rendezvous(const ProcessGroupOptions& options, World& world) {
   world.timeout = options.timeout;
   FSDP2_CHECK(options.timeout.count() > 0, kInvalidArgument, "[process_group] timeout is ", options.timeout.count(),
               " ms; it must be positive");
-  const auto rank = options.rank ? options.rank : int_from({"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"});
-  const auto size = options.world_size
-                        ? options.world_size
-                        : int_from({"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"});
+  const auto rank =
+      options.rank ? options.rank : int_from({"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"});
+  const auto size = options.world_size ? options.world_size
+                                       : int_from({"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"});
   FSDP2_CHECK(rank && size, kInvalidArgument, "[process_group] ", rank ? "" : "RANK ", !rank && !size ? "and " : "",
-              size ? "" : "WORLD_SIZE ", "not set: start the program with `fsdp2 run --nproc-per-node N program` "
+              size ? "" : "WORLD_SIZE ",
+              "not set: start the program with `fsdp2 run --nproc-per-node N program` "
               "(torchrun, mpirun and srun work too), or pass .rank and .world_size");
   FSDP2_CHECK(*size >= 1 && *rank >= 0 && *rank < *size, kInvalidArgument, "[process_group] rank ", *rank,
               " of world size ", *size, " is impossible; expected 0 <= rank < world size");

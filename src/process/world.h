@@ -16,10 +16,10 @@ struct World {
   int rank = 0, world_size = 1, local_rank = 0;
   bool single_host = false;
   std::chrono::milliseconds timeout{};
-  std::string backend;                        // resolved, e.g. "cpu:gloo"
-  c10::intrusive_ptr<c10d::Store> store;      // already prefixed for this job
+  std::string backend;                    // resolved, e.g. "cpu:gloo"
+  c10::intrusive_ptr<c10d::Store> store;  // already prefixed for this job
   ProcessGroup default_group;
-  int64_t groups_made = 0;                    // equal on all ranks: groups are made collectively
+  int64_t groups_made = 0;  // equal on all ranks: groups are made collectively
   std::unordered_map<const c10d::ProcessGroup*, std::vector<int>> ranks_of;
   // Meshes reuse groups of equal ranks and purpose; null where outside.
   std::map<std::pair<std::vector<int>, std::string>, ProcessGroup> shared;
