@@ -10,7 +10,7 @@
 
 namespace fsdp2::detail {
 
-/// Shows floating-point buffers in another dtype for the time of a forward.
+/// Shows floating-point buffers in another dtype for the time of a forward, and of the backward that uses them.
 class BufferCast {
  public:
   void set_dtype(std::optional<at::ScalarType> dtype) { dtype_ = dtype; }

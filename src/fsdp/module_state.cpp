@@ -309,6 +309,7 @@ void ModuleState::pre_backward() {
   for (const auto& group : groups) {
     entered |= group->enter_backward();
   }
+  buffer_cast.begin();  // autograd saved the buffers themselves: it must meet the dtype that forward saw
   if (!entered) {
     return;
   }
@@ -343,12 +344,14 @@ void ModuleState::prefetch_backward() {
 }
 
 void ModuleState::post_backward() {
+  buffer_cast.end();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
     (*group)->post_backward(false);
   }
 }
 
 void ModuleState::finish_backward() {
+  buffer_cast.end();
   ran_.clear();
   in_pass_ = depth_ > 0;
   backward_follows_ = false;
@@ -358,6 +361,7 @@ void ModuleState::finish_backward() {
 }
 
 void ModuleState::reset() {
+  buffer_cast.end();
   ran_.clear();
   in_pass_ = depth_ > 0;
   backward_follows_ = false;
