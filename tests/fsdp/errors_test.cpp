@@ -143,6 +143,11 @@ RANKS_TEST(Errors, NumbersThatDoNotDivideTheShardSize, 4) {
   FullyShardOptions hsdp{.mesh = init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"})};
   hsdp.reshard_after_forward = 4;  // the shard size is 2
   EXPECT_REFUSED(hsdp, kInvalidArgument, "divide the shard size 2");
+  FullyShardOptions columns = with_placement(1);
+  columns.reshard_after_forward = 2;
+  Linear layer = linear(4, 4);
+  EXPECT_FSDP2_ERROR(fully_shard(layer, columns), kUnsupported, "sharded on dim 0");
+  EXPECT_FALSE(is_dtensor(layer->weight));
 }
 
 RANKS_TEST(Errors, PlacementsThatDoNotFit, 2) {
@@ -154,7 +159,9 @@ RANKS_TEST(Errors, PlacementsThatDoNotFit, 2) {
   EXPECT_FSDP2_ERROR(fully_shard(odd, with_placement(2)), kInvalidArgument, "weight");
   EXPECT_FSDP2_ERROR(fully_shard(odd, with_placement(-3)), kInvalidArgument, "weight");
   const DeviceMesh cube = init_device_mesh(torch::kCPU, {2, 1, 1});
-  EXPECT_FSDP2_ERROR(fully_shard(odd, with_placement(0, cube)), kInvalidArgument, "mesh");
+  EXPECT_FSDP2_ERROR(fully_shard(odd, with_placement(0, cube)), kInvalidArgument, "3 axes");
+  const DeviceMesh of_gpus = init_device_mesh(torch::kCUDA, {2});
+  EXPECT_FSDP2_ERROR(fully_shard(odd, with_placement(0, of_gpus)), kInvalidArgument, "devices");
   EXPECT_FALSE(is_dtensor(odd->weight));
   EXPECT_NO_THROW(fully_shard(odd, with_placement(0)));
 }
