@@ -105,7 +105,7 @@ void expect_trains_like_whole(Model& model, Model& reference, int rank) {
 RANKS_TEST(ShardPlacement, TheLargestDimOfEveryParameter, 4) {
   auto [reference, model] = sharded_copy({.shard_placement_fn = largest_dim});
   const auto dims = dims_of(*model);
-  for (const std::string& layer : {"layer0.", "layer1."}) {
+  for (const std::string layer : {"layer0.", "layer1."}) {
     EXPECT_EQ(dims.at(layer + "tall"), 0);
     EXPECT_EQ(dims.at(layer + "wide"), 1);
     EXPECT_EQ(dims.at(layer + "deep"), 2);
@@ -184,6 +184,77 @@ RANKS_TEST(ShardPlacement, DimZeroMayBeUnevenWhereOthersAreSplit, 4) {
     const Tensor param = model->named_parameters()[named.key()];
     EXPECT_LE(max_difference(whole(param), named.value().detach()), 0) << named.key();
     EXPECT_LE(max_difference(whole(param.grad()), named.value().grad()), 1e-4) << named.key();
+  }
+}
+
+// ----- values afterwards ------------------------------------------------------------------------------------------------
+
+/// Draws its values anew, so that it can be made on meta.
+struct DrawnImpl : torch::nn::Module {
+  DrawnImpl() {
+    first = register_module("first", linear(4, 8, true));
+    second = register_module("second", linear(8, 4));
+    table = register_parameter("table", torch::empty({4, 4}));
+    if (!table.is_meta()) reset_parameters();
+  }
+  void reset_parameters() { torch::nn::init::orthogonal_(table); }
+  Tensor forward(const Tensor& x) { return torch::matmul(second(torch::tanh(first(x))), table); }
+  Linear first{nullptr}, second{nullptr};
+  Tensor table;
+};
+FSDP2_MODULE(Drawn);
+
+RANKS_TEST(ShardPlacement, ValuesArriveOnEveryLayout, 4) {
+  const auto grid = fsdp2::init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});
+  for (const bool hsdp : {false, true}) {
+    for (const bool offload : {false, true}) {
+      const std::string where = c10::str("hsdp ", hsdp, " offload ", offload, " ");
+      torch::manual_seed(21);
+      Drawn reference;
+      Drawn model{nullptr};
+      { fsdp2::MetaDeviceGuard meta; model = Drawn(); }
+      fsdp2::FullyShardOptions options{.shard_placement_fn = [](const std::string&, const Tensor& param) -> Chosen {
+        return ShardPlacement{Shard{param.dim() - 1}};
+      }};
+      if (hsdp) options.mesh = grid;
+      if (offload) options.offload_policy = fsdp2::CPUOffloadPolicy{.pin_memory = false};
+      fully_shard(model->first, options);
+      fully_shard(model->second, options);
+      auto root = fully_shard(model, options);
+      const auto expect_equal = [&](const char* when) {
+        for (const auto& named : reference->named_parameters()) {
+          const Tensor param = model->named_parameters()[named.key()];
+          EXPECT_TRUE(is_dtensor(param)) << where << when << named.key();
+          EXPECT_EQ(param.scalar_type(), named.value().scalar_type()) << where << when;
+          EXPECT_EQ(max_difference(whole(param), named.value().detach()), 0) << where << when << named.key();
+        }
+        const Tensor x = torch::ones({2, 4}, reference->table.options().requires_grad(false));
+        EXPECT_LE(max_difference(model(x).detach(), reference(x).detach()), 1e-6) << where << when;
+        root.reshard();
+      };
+      fsdp2::to_empty(model, torch::kCPU);
+      torch::manual_seed(21);
+      fsdp2::reset_parameters(model);
+      expect_equal("reset ");
+      for (auto* each : {&model, &reference}) (*each)->to(torch::kDouble);
+      expect_equal("converted ");
+      auto state = fsdp2::get_model_state_dict(model);
+      for (auto& [fqn, value] : state) {
+        const DTensor old(value.tensor());
+        torch::manual_seed(22);
+        const Tensor drawn = torch::randn(old.sizes(), torch::kDouble);
+        state[fqn] = fsdp2::distribute_tensor(drawn, old.device_mesh(), old.placements()).tensor();
+        torch::NoGradGuard no_grad;
+        reference->named_parameters()[fqn].copy_(drawn);
+      }
+      fsdp2::set_model_state_dict(model, state);
+      expect_equal("loaded ");
+      torch::NoGradGuard no_grad;
+      for (auto* each : {&model, &reference}) {
+        for (Tensor& param : (*each)->parameters()) param.mul_(0.5).add_(1);
+      }
+      expect_equal("edited ");
+    }
   }
 }
 
