@@ -177,6 +177,44 @@ RANKS_TEST(AccumulationCounts, OneForwardOneBackwardSchedule, 2) {
   }
 }
 
+// Several forwards wait for their backwards, with an evaluation in between, in whatever form parameters were left.
+RANKS_TEST(AccumulationCounts, ForwardsAndBackwardsInterleave, 4) {
+  const std::vector<fsdp2::ReshardAfterForward> settings{true, false, 2, std::nullopt};
+  for (size_t i = 0; i < settings.size(); ++i) {
+    torch::manual_seed(42);
+    auto [reference, model] = make_twins<Tower>(5, 2);  // 5 rows on 4 ranks
+    for (Mlp& mlp : model->mlps) fsdp2::fully_shard(mlp, {.reshard_after_forward = settings[i]});
+    auto root = fsdp2::fully_shard(model, {.reshard_after_forward = settings[i]});
+    const auto batch = [] { return torch::randn({8, 5}, torch::kDouble); };
+    const Tensor first = batch(), second = batch(), between = batch();
+    const auto evaluate = [&] {
+      const torch::NoGradGuard no_grad;
+      EXPECT_LE(max_difference(model(rows_of(between, rank)), rows_of(reference(between), rank)), 1e-9) << i;
+    };
+    for (const bool apart : {false, true}) {
+      const Tensor a = model(rows_of(first, rank));
+      evaluate();
+      const Tensor b = model(rows_of(second, rank));
+      evaluate();
+      fsdp2::reset_counters();
+      if (apart) {
+        root.set_is_last_backward(false);
+        b.sum().backward();
+        root.set_is_last_backward(true);
+        a.sum().backward();
+      } else {
+        (a + b).sum().backward();
+      }
+      EXPECT_EQ(fsdp2::counters().reduce_scatters, apart ? 6 : 3) << i;
+      EXPECT_EQ(fsdp2::counters().unsharded_bytes, 0) << i;
+      ((reference(first) + reference(second)).sum() / 4).backward();
+      expect_same_gradients(*model, *reference, c10::str("setting ", i, " apart ", apart));
+      model->zero_grad();
+      reference->zero_grad();
+    }
+  }
+}
+
 // Reduced in float32 from a bfloat16 computation: what is kept unreduced is float32 too, so nothing is rounded between.
 RANKS_TEST(AccumulationCounts, UnreducedGradientsAreKeptInTheReductionDtype, 2) {
   for (const bool reshard : {true, false}) {
