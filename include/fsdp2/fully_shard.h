@@ -44,7 +44,8 @@ struct FullyShardOptions {
   std::optional<DeviceMesh> mesh = {};
   ReshardAfterForward reshard_after_forward = std::nullopt;
   /// nullopt means Shard(0) on `mesh`. Called once per parameter, with its name from the module that was passed (for a
-  /// list "<index>.<name>"); must return the same on every rank.
+  /// list "<index>.<name>"); must return the same on every rank. A
+  /// parameter that this call takes over from a nested one (a tied one) stays cut as it is.
   std::function<std::optional<ShardPlacement>(const std::string& fqn, const Tensor&)> shard_placement_fn = {};
   MixedPrecisionPolicy mp_policy = {};
   /// Shards, their gradients and so the optimizer's state live on the CPU.

@@ -41,7 +41,7 @@ void ParamGroup::post_backward(bool at_end) {
     if (any) {
       keep_pending();
     }
-    if (settings.reshard_after_backward) {
+    if (settings.reshard_after_backward && !unshard_pending()) {
       reshard();
     }
     return;
@@ -50,7 +50,7 @@ void ParamGroup::post_backward(bool at_end) {
   if (any || at_end) {
     reduce_all(settings.all_reduce_gradients);
     reduced_unused_ &= !at_end;
-  } else if (settings.reshard_after_backward) {
+  } else if (settings.reshard_after_backward && !unshard_pending()) {
     reshard();
   }
 }
@@ -93,7 +93,7 @@ void ParamGroup::reduce_all(bool all_reduce) {
       wanted = true;
     }
   }
-  if (settings.reshard_after_backward) {
+  if (settings.reshard_after_backward && !unshard_pending()) {
     reshard();
   }
   if (wanted) {
