@@ -23,13 +23,13 @@
 #include <fsdp2/module_ref.h>
 
 /// In place of TORCH_MODULE(Name): still a ModuleHolder<NameImpl>, and Name{...}(x) runs the hooks.
-#define FSDP2_MODULE(Name)                                                              \
-  class Name : public ::fsdp2::detail::HookedHolder<Name##Impl> {                       \
-   public:                                                                              \
-    using ::fsdp2::detail::HookedHolder<Name##Impl>::HookedHolder;                      \
-    using Impl = Name##Impl;                                                            \
-                                                                                        \
-   private:                                                                             \
+#define FSDP2_MODULE(Name)                                                                            \
+  class Name : public ::fsdp2::detail::HookedHolder<Name##Impl> {                                     \
+   public:                                                                                            \
+    using ::fsdp2::detail::HookedHolder<Name##Impl>::HookedHolder;                                    \
+    using Impl = Name##Impl;                                                                          \
+                                                                                                      \
+   private:                                                                                           \
     inline static const bool fsdp2_registered_ = ::fsdp2::detail::register_module_type<Name##Impl>(); \
   }
 
@@ -63,7 +63,7 @@ FSDP2_API void register_reset(std::type_index type, void (*reset)(torch::nn::Mod
 
 template <class Impl>
 bool register_module_type() {
-  if constexpr (requires(Impl& module) { module.reset_parameters(); }) {
+  if constexpr (requires(Impl & module) { module.reset_parameters(); }) {
     register_reset(typeid(Impl), [](torch::nn::Module& module) { dynamic_cast<Impl&>(module).reset_parameters(); });
   }
   return true;
@@ -96,8 +96,8 @@ struct ForwardOf {
 /// A module's argument while hooks look at it: a copy (tensors are handles), so that hooks may replace tensors. What
 /// holds no tensors and was passed as an lvalue is passed on as it is: forward may write to it.
 template <class T>
-using HeldArgument = std::conditional_t<std::is_lvalue_reference_v<T> && IsOpaque<std::remove_cvref_t<T>>::value, T,
-                                        std::decay_t<T>>;
+using HeldArgument =
+    std::conditional_t<std::is_lvalue_reference_v<T> && IsOpaque<std::remove_cvref_t<T>>::value, T, std::decay_t<T>>;
 
 /// What hooks may have replaced in one argument: the tensors as given, and what forward got in their place.
 struct HookedTensors {
@@ -215,7 +215,9 @@ auto call_method(M&& module, F C::*method, Args&&... args) {
   if (detail::ModuleState* state = detail::find_state(impl)) {
     return detail::call_with_hooks(
         *state, impl,
-        [&impl, method](auto&&... each) -> decltype(auto) { return (impl.*method)(std::forward<decltype(each)>(each)...); },
+        [&impl, method](auto&&... each) -> decltype(auto) {
+          return (impl.*method)(std::forward<decltype(each)>(each)...);
+        },
         std::forward<Args>(args)...);
   }
   return (impl.*method)(std::forward<Args>(args)...);

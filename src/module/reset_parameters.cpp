@@ -74,8 +74,8 @@ std::function<void()> reset_of(nn::Module& module) {
   if (try_stock<nn::LinearImpl, nn::BilinearImpl, nn::EmbeddingImpl, nn::EmbeddingBagImpl, nn::LayerNormImpl,
                 nn::GroupNormImpl, nn::Conv1dImpl, nn::Conv2dImpl, nn::Conv3dImpl, nn::ConvTranspose1dImpl,
                 nn::ConvTranspose2dImpl, nn::ConvTranspose3dImpl, nn::BatchNorm1dImpl, nn::BatchNorm2dImpl,
-                nn::BatchNorm3dImpl, nn::InstanceNorm1dImpl, nn::InstanceNorm2dImpl, nn::InstanceNorm3dImpl, nn::RNNImpl,
-                nn::LSTMImpl, nn::GRUImpl, nn::RNNCellImpl, nn::LSTMCellImpl, nn::GRUCellImpl,
+                nn::BatchNorm3dImpl, nn::InstanceNorm1dImpl, nn::InstanceNorm2dImpl, nn::InstanceNorm3dImpl,
+                nn::RNNImpl, nn::LSTMImpl, nn::GRUImpl, nn::RNNCellImpl, nn::LSTMCellImpl, nn::GRUCellImpl,
                 nn::AdaptiveLogSoftmaxWithLossImpl>(module, reset)) {
     return reset;
   }
@@ -182,7 +182,8 @@ class Resetter {
     const std::function<void()> reset = reset_of(module);
     if (!reset) {
       if (!own.empty()) {
-        not_reset_ += c10::str(not_reset_.empty() ? "" : ", ", fqn.empty() ? "the root" : fqn, " (", module.name(), ")");
+        not_reset_ +=
+            c10::str(not_reset_.empty() ? "" : ", ", fqn.empty() ? "the root" : fqn, " (", module.name(), ")");
       }
       return;
     }
@@ -195,8 +196,8 @@ class Resetter {
     } catch (const Error&) {
       throw;
     } catch (const c10::Error& error) {
-      FSDP2_THROW(kInvalidArgument, "[meta] reset_parameters() of ", where, " failed: ",
-                  error.what_without_backtrace());
+      FSDP2_THROW(kInvalidArgument, "[meta] reset_parameters() of ", where,
+                  " failed: ", error.what_without_backtrace());
     }
     for (const Tensor& tensor : tensors) {
       detail::forget_unwritten(tensor);

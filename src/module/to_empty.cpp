@@ -30,7 +30,8 @@ void materialise(const at::Tensor& tensor, c10::Device device) {
 }  // namespace
 
 void to_empty(ModuleRef module, c10::Device device) {
-  FSDP2_CHECK(!device.is_meta(), kInvalidArgument, "[meta] to_empty got the meta device; pass the device that the model "
+  FSDP2_CHECK(!device.is_meta(), kInvalidArgument,
+              "[meta] to_empty got the meta device; pass the device that the model "
               "runs on, e.g. fsdp2::local_device()");
   const c10::InferenceMode normal_tensors(false);
   const detail::BelowDTensor below;

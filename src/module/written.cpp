@@ -33,9 +33,9 @@ uint32_t version_of(const at::Tensor& tensor) {
 
 void watch_until_written(const at::Tensor& tensor) {
   const std::lock_guard lock(mutex);
-  watched().insert_or_assign(tensor.unsafeGetTensorImpl(),
-                             Watched{c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                                     version_of(tensor)});
+  watched().insert_or_assign(
+      tensor.unsafeGetTensorImpl(),
+      Watched{c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()), version_of(tensor)});
 }
 
 void forget_unwritten(const at::Tensor& tensor) {
@@ -70,9 +70,11 @@ void check_written(const torch::nn::Module& module) {
   };
   for (const auto& named : module.named_parameters()) look(named.key(), named.value());
   for (const auto& named : module.named_buffers()) look(named.key(), named.value());
-  FSDP2_CHECK(on_meta.empty(), kUsage, "[fsdp] ", on_meta, " of ", module.name(), " are still on the meta device and "
+  FSDP2_CHECK(on_meta.empty(), kUsage, "[fsdp] ", on_meta, " of ", module.name(),
+              " are still on the meta device and "
               "have no data; call to_empty(model, device) and reset_parameters(model) before the first forward");
-  FSDP2_CHECK(unwritten.empty(), kUsage, "[fsdp] ", unwritten, " of ", module.name(), " were given memory by to_empty() "
+  FSDP2_CHECK(unwritten.empty(), kUsage, "[fsdp] ", unwritten, " of ", module.name(),
+              " were given memory by to_empty() "
               "but never written; call reset_parameters(model), load a checkpoint, or mark_initialized(module) where "
               "values were written through raw pointers");
 }

@@ -70,13 +70,16 @@ Tensor GradScaler::scale(const Tensor& loss) {
 }
 
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
-  FSDP2_CHECK(scaled_, kUsage, "[grad_scaler] unscale_() or step() before the first scale(): the gradients are not those "
+  FSDP2_CHECK(scaled_, kUsage,
+              "[grad_scaler] unscale_() or step() before the first scale(): the gradients are not those "
               "of a scaled loss; call scaler.scale(loss).backward()");
   const auto found = optimizers_.find(&optimizer);
   const Stage stage = found == optimizers_.end() ? Stage::kReady : found->second.stage;
-  FSDP2_CHECK(stage != Stage::kUnscaled, kUsage, "[grad_scaler] unscale_() was called twice for one optimizer since the "
+  FSDP2_CHECK(stage != Stage::kUnscaled, kUsage,
+              "[grad_scaler] unscale_() was called twice for one optimizer since the "
               "last update(); call it once, and update() at the end of each iteration");
-  FSDP2_CHECK(stage != Stage::kStepped, kUsage, "[grad_scaler] unscale_() was called after step() of the same optimizer; "
+  FSDP2_CHECK(stage != Stage::kStepped, kUsage,
+              "[grad_scaler] unscale_() was called after step() of the same optimizer; "
               "call it before, and update() at the end of each iteration");
 
   const at::NoGradGuard no_grad;
@@ -131,12 +134,14 @@ GradScaler::Findings GradScaler::agree(const std::vector<const PerOptimizer*>& o
 bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   const auto found = optimizers_.find(&optimizer);
   const Stage stage = found == optimizers_.end() ? Stage::kReady : found->second.stage;
-  FSDP2_CHECK(stage != Stage::kStepped, kUsage, "[grad_scaler] step() was called twice for one optimizer since the last "
+  FSDP2_CHECK(stage != Stage::kStepped, kUsage,
+              "[grad_scaler] step() was called twice for one optimizer since the last "
               "update(); call update() at the end of each iteration");
   if (stage == Stage::kReady) unscale_(optimizer);
   PerOptimizer& state = optimizers_.at(&optimizer);
   const Findings all = agree({&state});
-  FSDP2_CHECK(all.any_gradient, kUsage, "[grad_scaler] step() of an optimizer none of whose parameters has a gradient, on "
+  FSDP2_CHECK(all.any_gradient, kUsage,
+              "[grad_scaler] step() of an optimizer none of whose parameters has a gradient, on "
               "any rank; call scaler.scale(loss).backward() before it");
   if (!all.infinite) optimizer.step();
   state.agreed_found = all.infinite;
@@ -151,7 +156,8 @@ void GradScaler::update() {
     if (state.stage == Stage::kStepped) infinite |= state.agreed_found;
     if (state.stage == Stage::kUnscaled) only_unscaled.push_back(&state);
   }
-  FSDP2_CHECK(!optimizers_.empty(), kUsage, "[grad_scaler] update() without step() or unscale_() of any optimizer since "
+  FSDP2_CHECK(!optimizers_.empty(), kUsage,
+              "[grad_scaler] update() without step() or unscale_() of any optimizer since "
               "the last update()");
   if (!only_unscaled.empty()) infinite |= agree(only_unscaled).infinite;
   if (infinite) {
