@@ -51,7 +51,7 @@ void train_case(int rank, const fsdp2::DeviceMesh& mesh, const Case& c) {
   for (int step = 0; step < 2; ++step) {
     for (int micro = 0; micro < 3; ++micro) {
       if (c.sync_last) root.set_requires_gradient_sync(micro == 2);
-      const Tensor all = torch::randn({8, c.dim}, torch::kDouble);
+      const Tensor all = torch::randn({2 * fsdp2::get_world_size(), c.dim}, torch::kDouble);
       const Tensor out = model(rows_of(all, rank)), expected = reference(all);
       EXPECT_LE(max_difference(out.detach(), rows_of(expected.detach(), rank)), 1e-9) << c.text();
       out.sum().backward();
@@ -216,5 +216,88 @@ RANKS_TEST(Hsdp, ShardSumsAreKeptInTheReductionDtype, 4) {
   model.backward(0);
   model.expect(258, "in float32");
 }
+
+struct ChoiceImpl : torch::nn::Module {
+  ChoiceImpl() {
+    for (const char* name : {"a", "b", "c"}) layers.push_back(register_module(name, torch::nn::Linear(3, 3)));
+  }
+  Tensor forward(const Tensor& x, const std::vector<int>& used) {
+    Tensor sum = torch::zeros({1}, x.options());
+    for (const int i : used) sum = sum + layers[i](x).pow(2).sum();
+    return sum;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+FSDP2_MODULE(Choice);
+
+// What an earlier micro-batch left waiting is reduced also where the last one does not use the parameter.
+RANKS_TEST(Hsdp, TheLastMicroBatchMayUseOtherParameters, 4) {
+  for (const bool two_axes : {false, true}) {
+    for (const bool shard_sums : {false, true}) {
+      torch::manual_seed(42);
+      auto [reference, model] = make_twins<Choice>();
+      auto handle =
+          fsdp2::fully_shard(model, {.mesh = two_axes ? replicas(2, 2) : fsdp2::init_device_mesh(torch::kCPU, {4})});
+      const std::vector<std::vector<int>> used{{0, 1}, {1}, {1, 2}};
+      for (size_t micro = 0; micro < used.size(); ++micro) {
+        const bool last = micro + 1 == used.size();
+        if (shard_sums) {
+          handle.set_requires_all_reduce(last);
+        } else {
+          handle.set_requires_gradient_sync(last);
+        }
+        const Tensor all = torch::randn({8, 3}, torch::kDouble);
+        model(rows_of(all, rank), used[micro]).backward();
+        (reference(all, used[micro]) / 4).backward();
+      }
+      expect_same_gradients(*model, *reference, c10::str("axes ", two_axes + 1, " shard sums ", shard_sums));
+    }
+  }
+}
+
+RANKS_TEST(Hsdp, AnyDimMayBeSharded, 4) {
+  torch::manual_seed(42);
+  auto [reference, model] = make_twins<Tower>(4, 2);
+  fsdp2::FullyShardOptions options{.mesh = replicas(2, 2)};
+  options.shard_placement_fn = [](const std::string&, const Tensor& param) -> std::optional<fsdp2::ShardPlacement> {
+    return fsdp2::ShardPlacement{.placement = fsdp2::Shard{param.dim() - 1}};
+  };
+  for (Mlp& mlp : model->mlps) fsdp2::fully_shard(mlp, options);
+  auto root = fsdp2::fully_shard(model, options);
+  const auto placements = fsdp2::DTensor(model->first->weight.detach()).placements();
+  EXPECT_TRUE(placements == (std::vector<fsdp2::Placement>{fsdp2::Replicate{}, fsdp2::Shard{1}}));
+  const auto next = [] { return torch::randn({8, 4}, torch::kDouble); };
+  expect_trains_like(model, reference, rank, 2, next, "last dim");
+  for (int micro = 0; micro < 3; ++micro) {
+    root.set_requires_all_reduce(micro == 2);
+    const Tensor all = next();
+    model(rows_of(all, rank)).sum().backward();
+    (reference(all).sum() / 4).backward();
+  }
+  expect_same_gradients(*model, *reference, "shard sums along the last dim");
+}
+
+RANKS_TEST(Hsdp, ResetDropsShardSums, 4) {
+  Constant model({.mesh = replicas(2, 2)});
+  model.handle.set_requires_all_reduce(false);
+  model.backward(100);
+  model.handle.reset_iter_state();
+  EXPECT_FALSE(model.layer->weight.grad().defined());
+  model.handle.set_requires_all_reduce(true);
+  model.backward(rank + 1);
+  model.expect(2.5, "after the reset");
+}
+
+void expect_trains_on_small_meshes(int rank) {
+  const int64_t ranks = fsdp2::get_world_size();
+  for (const auto& [replicate, shard] : std::vector<std::pair<int64_t, int64_t>>{{ranks, 1}, {1, ranks}}) {
+    for (const bool sync_last : {false, true}) {
+      train_case(rank, replicas(replicate, shard), {true, sync_last, false, 5});
+      train_case(rank, replicas(replicate, shard), {false, sync_last, true, 5});
+    }
+  }
+}
+RANKS_TEST(Hsdp, TrainsOnOneRank, 1) { expect_trains_on_small_meshes(rank); }
+RANKS_TEST(Hsdp, TrainsOnThreeRanks, 3) { expect_trains_on_small_meshes(rank); }
 
 }  // namespace
