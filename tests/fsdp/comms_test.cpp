@@ -99,6 +99,28 @@ RANKS_TEST(CustomComms, SeeTheFlatBuffersAndCarryTheData, 2) {
   }
 }
 
+RANKS_TEST(CustomComms, GatherAlsoFromShardsKeptOverFewerRanks, 4) {
+  Seen gathers, reductions;
+  Model model({.reshard_after_forward = 2});
+  model.handle.set_custom_all_gather(std::make_shared<NotingAllGather>(gathers));
+  model.handle.set_custom_reduce_scatter(std::make_shared<NotingReduceScatter>(reductions));
+  model.handle.set_separate_reduce_scatter_group();
+  model.step(rank + 1);
+  model.expect(2.5);
+  // 5 rows over 4 ranks are 2 each, over 2 ranks 3 each.
+  EXPECT_EQ(gathers.calls, (std::vector<std::pair<int64_t, int64_t>>{{8, 32}, {12, 24}}));
+  EXPECT_EQ(gathers.group_size, 2);
+  EXPECT_EQ(reductions.calls, (std::vector<std::pair<int64_t, int64_t>>{{32, 8}}));
+  EXPECT_EQ(reductions.group_size, 4);
+  model.handle.set_custom_all_gather(nullptr);
+  model.handle.set_custom_reduce_scatter(nullptr);
+  model.layer->zero_grad();
+  model.step(rank + 1);
+  model.expect(2.5);
+  EXPECT_EQ(gathers.calls.size(), 2u);
+  EXPECT_EQ(reductions.calls.size(), 1u);
+}
+
 // What it returns is what becomes the gradient.
 RANKS_TEST(CustomComms, DecideTheResult, 2) {
   Seen seen;
