@@ -140,8 +140,22 @@ double sum_of(const std::vector<Tensor>& tensors, double order, const NormSum& s
   return total;
 }
 
-/// The sum over the ranks of the mesh, from one gather, so that every rank adds in the same order.
-double sum_over_mesh(const MeshPart& part, double order, const NormSum& sum) {
+/// Ranks of one mesh that saw different sums over other meshes would scale one tensor by different numbers.
+void check_same_so_far(const Tensor& so_far, const MeshPart& part) {
+  const auto* values = so_far.const_data_ptr<double>();
+  for (int64_t rank = 1; rank < so_far.numel(); ++rank) {
+    const bool same = std::abs(values[rank] - values[0]) <= 1e-6 * std::abs(values[0]) || values[rank] == values[0] ||
+                      (std::isnan(values[rank]) && std::isnan(values[0]));
+    FSDP2_CHECK(same, kUsage, "[clip_grad] ranks of the mesh of shape ", at::IntArrayRef(part.mesh.shape()),
+                " see different sums over the gradients on other meshes (", values[0], " and ", values[rank], "): those "
+                "meshes hold different parameters in different places, e.g. experts, so there is no one total; call "
+                "clip_grad_norm_ for the parameters of each mesh by itself");
+  }
+}
+
+/// The sum over the ranks of the mesh, from one gather, so that every rank adds in the same order. `so_far`: of meshes
+/// before, must agree.
+double sum_over_mesh(const MeshPart& part, double order, const NormSum& sum, double so_far) {
   // Several cut axes need one gather only where the mesh is the whole job, in which order does not matter.
   const bool whole_job = part.split_axes.size() > 1 && part.mesh.size() == get_world_size();
   const auto axes = whole_job ? detail::all_axes(part.mesh) : part.split_axes;
@@ -154,17 +168,21 @@ double sum_over_mesh(const MeshPart& part, double order, const NormSum& sum) {
     });
     if (first) counted.push_back(spec->local);
   }
-  const Tensor mine = at::full({1}, sum_of(counted, order, sum), at::kDouble).to(detail::control_device(part.mesh));
+  Tensor mine = at::empty({2}, at::kDouble);
+  mine[0] = sum_of(counted, order, sum);
+  mine[1] = so_far;
+  mine = mine.to(detail::control_device(part.mesh));
   Tensor all;
   if (whole_job) {
-    all = at::empty({part.mesh.size()}, mine.options());
+    all = at::empty({part.mesh.size(), 2}, mine.options());
     detail::all_gather(all, mine, default_group(), {"clip_grad_norm_"}).wait();
   } else {
-    all = detail::gather_over_axes(mine, part.mesh, axes, "clip_grad_norm_").reshape({-1});
+    all = detail::gather_over_axes(mine, part.mesh, axes, "clip_grad_norm_").reshape({-1, 2});
   }
-  all = all.cpu();
+  all = all.cpu().t().contiguous();
+  check_same_so_far(all[1], part);
   double total = sum.neutral();
-  for (int64_t index = 0; index < all.numel(); ++index) {
+  for (int64_t index = 0; index < all.size(1); ++index) {
     total = sum.add(total, all.const_data_ptr<double>()[index]);
   }
   return total;
@@ -178,13 +196,16 @@ Tensor clip_grad_norm_(const std::vector<Tensor>& params, double max_norm, doubl
   FSDP2_CHECK(!std::isnan(norm_type), kInvalidArgument, "[clip_grad] norm_type is NaN; any other order is allowed");
   at::NoGradGuard no_grad;
   detail::BelowDTensor below;
-  const Gradients gradients = collect(params);
+  Gradients gradients = collect(params);
+  // The largest mesh last: its ranks are those that must have seen the same so far.
+  std::stable_sort(gradients.meshes.begin(), gradients.meshes.end(),
+                   [](const MeshPart& a, const MeshPart& b) { return a.mesh.size() < b.mesh.size(); });
   const NormSum sum(norm_type);
-  double total = sum_of(gradients.plain, norm_type, sum);
+  double total = sum.neutral();
   for (const auto& part : gradients.meshes) {
-    total = sum.add(total, sum_over_mesh(part, norm_type, sum));
+    total = sum.add(total, sum_over_mesh(part, norm_type, sum, total));
   }
-  total = sum.to_norm(total);
+  total = sum.to_norm(sum.add(total, sum_of(gradients.plain, norm_type, sum)));
   FSDP2_CHECK(!error_if_nonfinite || std::isfinite(total), kInvalidArgument, "[clip_grad] the total norm of order ",
               norm_type, " of the gradients is ", total, "; nothing was scaled");
 
