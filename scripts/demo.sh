@@ -133,7 +133,8 @@ seconds=$((SECONDS - began))
 holds "${parameters:-0} > 0 && ${local_parameters:-0} <= 0.51 * ${parameters:-0}"
 row $? "built on meta, sharded over 2" "${parameters:-no} parameters, ${local_parameters:-none} of them on rank 0"
 holds "${last:-99} < 0.6 * ${first:-0}"
-row $? "trained on 2 processes" "loss ${first:-none} -> ${last:-none} on $(field uninterrupted start bytes) bytes of text"
+row $? "trained on 2 processes" \
+  "loss ${first:-none} -> ${last:-none} on $(field uninterrupted start bytes) bytes of text"
 [ -f "$checkpoint/.metadata" ] && [ "$data_files" -ge 2 ]
 row $? "sharded checkpoint" "after step $save_at: $data_files data files and .metadata, ${size:-nothing}"
 [ -n "$victim" ] && [ "$killed_code" -eq 137 ] && [ "$left" -eq 0 ]

@@ -11,7 +11,8 @@ echo "[setup] making $folder with $* (a CUDA build of torch takes a few GB)" >&2
 python3 -m venv "$folder"
 pip() { "$folder/bin/pip" --quiet --disable-pip-version-check "$@"; }
 pip install "$@"
-runtime=$("$folder/bin/pip" list --format=freeze 2>/dev/null | sed -n 's/^nvidia-cuda-runtime==\([0-9]*\.[0-9]*\)\..*/\1/p')
+runtime=$("$folder/bin/pip" list --format=freeze 2>/dev/null |
+  sed -n 's/^nvidia-cuda-runtime==\([0-9]*\.[0-9]*\)\..*/\1/p')
 if [ -n "$runtime" ]; then
   pip install "nvidia-cuda-crt==$runtime.*" "nvidia-cuda-cccl==$runtime.*" ||
     echo "[setup] no CUDA $runtime header packages: built without NCCL" >&2

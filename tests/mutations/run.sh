@@ -5,7 +5,7 @@
 # A patch starts with two lines before the diff: `Fault: what goes wrong` and `Test: executable gtest-filter`.
 # The copy and its build stay in build/mutants, so that another run compiles only what changed.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit
 
 export PRESET=${PRESET:-release} OMP_NUM_THREADS=1
 tree=$PWD/build/mutants/tree
