@@ -213,10 +213,10 @@ void set_reshard(ModuleState& state, const FullyShardOptions& options, std::opti
 }
 
 /// Names as seen from `module` for every parameter below it, also those of nested calls.
-void rename_from(const torch::nn::Module& module, const std::string& prefix) {
+void rename_from(const torch::nn::Module& module) {
   std::unordered_map<const c10::TensorImpl*, std::string> names;
   for (const auto& named : module.named_parameters()) {
-    if (named.value().defined()) names.emplace(named.value().unsafeGetTensorImpl(), prefix + named.key());
+    if (named.value().defined()) names.emplace(named.value().unsafeGetTensorImpl(), named.key());
   }
   for (const auto& state : states_under(module)) {
     for (const auto& group : state->groups) {
@@ -277,8 +277,8 @@ FSDPModule shard(const Modules& modules, const ManagedCollector& managed, const 
   for (const auto& module : modules) {
     register_state(module, state);
   }
-  for (size_t index = 0; index < modules.size(); ++index) {
-    rename_from(*modules[index], modules.size() == 1 ? "" : c10::str(index, "."));
+  if (modules.size() == 1) {
+    rename_from(*modules.front());  // of a list, names begin with the index until the root is known
   }
   return FSDPModule(state);
 }

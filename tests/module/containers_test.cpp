@@ -25,7 +25,8 @@ void shard_linears(nn::Sequential& layers, bool root) {
 }
 
 /// `run` is the sharded model; gradients are those of the mean over ranks.
-void expect_like_whole(nn::Sequential& reference, nn::Module& sharded, const std::function<Tensor(const Tensor&)>& run) {
+void expect_like_whole(nn::Sequential& reference, nn::Module& sharded,
+                       const std::function<Tensor(const Tensor&)>& run) {
   const Tensor all = torch::arange(16, torch::kFloat).view({4, 4}) / 7 - 1;
   const Tensor mine = all.narrow(0, 2 * fsdp2::get_rank(), 2);
   const Tensor out = run(mine), expected = reference->forward(all);
