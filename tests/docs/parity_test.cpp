@@ -55,7 +55,8 @@ TEST(Parity, HasOneRowForEveryUpstreamTest) {
     if (line.rfind("| ", 0) != 0 || !std::isdigit(static_cast<unsigned char>(line[2]))) continue;
     ASSERT_TRUE(std::regex_match(line, cells, row)) << line;
     const std::string numbers = cells[1];
-    for (auto match = std::sregex_iterator(numbers.begin(), numbers.end(), part); match != std::sregex_iterator(); ++match) {
+    for (auto match = std::sregex_iterator(numbers.begin(), numbers.end(), part); match != std::sregex_iterator();
+         ++match) {
       const int first = std::stoi((*match)[1]), last = (*match)[3].matched ? std::stoi((*match)[3]) : first;
       for (int number = first; number <= last; ++number) ++rows[number];
     }

@@ -37,7 +37,7 @@ FullyShardOptions with_placement(int64_t dim, std::optional<DeviceMesh> mesh = {
   return {.shard_placement_fn = [=](const std::string&, const Tensor&) { return ShardPlacement{Shard{dim}, mesh}; }};
 }
 
-// ----- modules ------------------------------------------------------------------------------------------------------------
+// ----- modules -----------------------------------------------------------------------------------------------------
 
 RANKS_TEST(Errors, ContainersWithoutAForward, 2) {
   torch::nn::ModuleList list(linear(2, 2), linear(2, 2));
@@ -86,7 +86,7 @@ RANKS_TEST(Errors, ACopyOfAShardedModuleIsNoModuleOfItsOwn, 2) {
   EXPECT_NO_THROW(layer(torch::ones({1, 3})).sum().backward());
 }
 
-// ----- meshes -------------------------------------------------------------------------------------------------------------
+// ----- meshes ------------------------------------------------------------------------------------------------------
 
 RANKS_TEST(Errors, MeshesOfTheWrongForm, 2) {
   EXPECT_REFUSED(with_mesh(init_device_mesh(torch::kCPU, {2, 1, 1})), kInvalidArgument, "3 axes");
@@ -134,7 +134,7 @@ RANKS_TEST(Errors, NamedAxesOfDataParallelism, 4) {
   EXPECT_NO_THROW(fully_shard(good, with_dims(mesh, {"dp"}, {})));
 }
 
-// ----- reshard_after_forward, shard_placement_fn, policies ----------------------------------------------------------------
+// ----- reshard_after_forward, shard_placement_fn, policies ---------------------------------------------------------
 
 RANKS_TEST(Errors, NumbersThatDoNotDivideTheShardSize, 4) {
   for (const int ranks : {0, -1, 3, 5, 8}) {
@@ -174,7 +174,7 @@ RANKS_TEST(Errors, PoliciesWithoutSense, 2) {
   EXPECT_REFUSED((FullyShardOptions{.ignored_params = {Tensor()}}), kInvalidArgument, "ignored_params");
 }
 
-// ----- tied parameters without a common group -----------------------------------------------------------------------------
+// ----- tied parameters without a common group ----------------------------------------------------------------------
 
 struct UserImpl : torch::nn::Module {
   explicit UserImpl(const Tensor& tied) { weight = register_parameter("weight", tied); }
@@ -208,7 +208,46 @@ RANKS_TEST(Errors, TiedParametersOfTwoGroupsWithoutACommonOne, 2) {
   EXPECT_EQ(fsdp2::call(again, x).sum().item<double>(), 8);
 }
 
-// ----- methods ------------------------------------------------------------------------------------------------------------
+// ----- outputs that are edited ---------------------------------------------------------------------------------------
+
+RANKS_TEST(Errors, AnOutputEditedInPlaceIsRightOrNamed, 2) {
+  struct ViewerImpl : torch::nn::Module {
+    explicit ViewerImpl(bool returns_view) : view(returns_view) { inner = register_module("inner", linear(3, 4)); }
+    Tensor forward(const Tensor& x) {
+      const Tensor out = inner(torch::tanh(x));
+      return view ? out.view({-1}) : out;
+    }
+    Linear inner{nullptr};
+    bool view;
+  };
+  for (const bool view : {false, true}) {
+    torch::manual_seed(2);
+    auto reference = std::make_shared<ViewerImpl>(view), model = std::make_shared<ViewerImpl>(view);
+    copy_state(*model, *reference);
+    auto handle = fully_shard(model, {.reshard_after_forward = true});
+    const Tensor all = torch::randn({2, 3}), mine = all.narrow(0, rank, 1);
+    const auto loss_of = [](Tensor out) {
+      out.mul_(2).add_(1);
+      return out.pow(2).sum();
+    };
+    try {
+      loss_of(fsdp2::call(model, mine)).backward();
+      (loss_of(reference->forward(all)) / 2).backward();
+      EXPECT_LE(max_difference(whole(model->inner->weight.grad()), reference->inner->weight.grad()), 1e-5) << view;
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("inner.weight"), std::string::npos) << error.what();
+      handle.reset_iter_state();
+    }
+    EXPECT_EQ(fsdp2::counters().unsharded_bytes, 0) << view;
+    model->zero_grad();
+    reference->zero_grad();
+    fsdp2::call(model, mine).sum().backward();  // usable again
+    (reference->forward(all).sum() / 2).backward();
+    EXPECT_LE(max_difference(whole(model->inner->weight.grad()), reference->inner->weight.grad()), 1e-5) << view;
+  }
+}
+
+// ----- methods -----------------------------------------------------------------------------------------------------
 
 RANKS_TEST(Errors, ArgumentsOfMethods, 2) {
   Linear layer = linear(2, 2);
@@ -236,7 +275,9 @@ RANKS_TEST(Errors, StreamsOfAllReduceHooks, 2) {
 }
 
 struct CopyGather : fsdp2::AllGather {
-  Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) override { return torch::empty(sizes, options); }
+  Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+    return torch::empty(sizes, options);
+  }
   c10::intrusive_ptr<c10d::Work> operator()(Tensor& out, const Tensor& in, const fsdp2::ProcessGroup& group) override {
     fsdp2::all_gather_into_tensor(out, in, group);
     return {};  // done
@@ -246,9 +287,10 @@ struct CopyGather : fsdp2::AllGather {
 RANKS_TEST(Errors, CustomCommunicationOfSeveralMeshesOrWithAnAllocator, 2) {
   const DeviceMesh alone = init_device_mesh(torch::kCPU, {2, 1}, {"each", "one"})["one"];
   Linear layer = linear(2, 2, true);
-  auto handle = fully_shard(layer, {.shard_placement_fn = [&](const std::string& fqn, const Tensor&) {
-    return fqn == "bias" ? std::optional<ShardPlacement>(ShardPlacement{Shard{0}, alone}) : std::nullopt;
-  }});
+  auto handle = fully_shard(
+      layer, {.shard_placement_fn = [&](const std::string& fqn, const Tensor&) {
+        return fqn == "bias" ? std::optional<ShardPlacement>(ShardPlacement{Shard{0}, alone}) : std::nullopt;
+      }});
   EXPECT_FSDP2_ERROR(handle.set_custom_all_gather(std::make_shared<CopyGather>()), kUnsupported, "mesh");
   EXPECT_FSDP2_ERROR(handle.set_all_reduce_hook([](Tensor&) {}), kUnsupported, "mesh");
 

@@ -48,7 +48,7 @@ void expect_same_steps(const torch::nn::Module& model, const torch::nn::Module& 
   EXPECT_EQ(fsdp2::counters().unsharded_bytes, 0) << where;
 }
 
-// ----- frozen parameters --------------------------------------------------------------------------------------------------
+// ----- frozen parameters -------------------------------------------------------------------------------------------
 
 void freeze_weights(const torch::nn::Module& module) {
   for (auto& named : module.named_parameters()) {
@@ -80,14 +80,15 @@ RANKS_TEST(Frozen, BesideTrainedOnesInOneGroupAreNotReduced, 4) {
         const Tensor loss = model(x).sum();
         fsdp2::reset_counters();
         order.clear();
-        fsdp2::detail::set_trace([&](const char* event, const std::string& module) {
-          order.push_back(std::string(event) + " " + module);
-        });
+        fsdp2::detail::set_trace(
+            [&](const char* event, const std::string& module) { order.push_back(std::string(event) + " " + module); });
         return loss;
       });
       fsdp2::detail::set_trace({});
       // Of the last step: one reduction per group, each as soon as its group is through.
-      const auto at = [&](const std::string& event) { return std::find(order.begin(), order.end(), event) - order.begin(); };
+      const auto at = [&](const std::string& event) {
+        return std::find(order.begin(), order.end(), event) - order.begin();
+      };
       for (const char* module : {"", "mlp0", "mlp1", "mlp2"}) {
         EXPECT_EQ(std::count(order.begin(), order.end(), std::string("reduce ") + module), 1) << module;
       }
@@ -173,9 +174,8 @@ RANKS_TEST(Frozen, ModulesUsedSeveralTimesWithAndWithoutGradients, 4) {
       fully_shard(*layer, {.reshard_after_forward = setting});
     }
     fully_shard(model, {.reshard_after_forward = setting});
-    expect_same_steps(*model, *reference, rank, 4, text(setting), [&](bool sharded, const Tensor& x, int) {
-      return (sharded ? model(x) : reference(x)).sum();
-    });
+    expect_same_steps(*model, *reference, rank, 4, text(setting),
+                      [&](bool sharded, const Tensor& x, int) { return (sharded ? model(x) : reference(x)).sum(); });
   }
 }
 
@@ -208,7 +208,7 @@ RANKS_TEST(Frozen, TensorsOfAnyDtypeTravelBesideTrainedOnes, 2) {
   EXPECT_EQ(max_difference(whole(model->weight.grad()), torch::full({6, 4}, 1.5)), 0);
 }
 
-// ----- parts that the loss does not use -----------------------------------------------------------------------------------
+// ----- parts that the loss does not use ----------------------------------------------------------------------------
 
 struct DoubleImpl : torch::nn::Module {
   explicit DoubleImpl(bool both) : use_both(both) {
@@ -250,7 +250,7 @@ RANKS_TEST(Autograd, AModuleThatForwardLeavesOut, 4) {
   }
 }
 
-// ----- activations inside containers --------------------------------------------------------------------------------------
+// ----- activations inside containers -------------------------------------------------------------------------------
 
 struct Named {
   Tensor x, y;
@@ -317,7 +317,7 @@ RANKS_TEST(Autograd, ActivationsInsideContainers, 2) {
   expect_chain_trains(Named{{}, torch::ones({1}, torch::kDouble)}, rank, "struct");
 }
 
-// ----- hooks on final gradients -------------------------------------------------------------------------------------------
+// ----- hooks on final gradients ------------------------------------------------------------------------------------
 
 RANKS_TEST(Autograd, HooksOnFinalGradientsRunOncePerBackward, 2) {
   for (const bool offload : {false, true}) {
@@ -350,7 +350,8 @@ RANKS_TEST(Autograd, HooksOnFinalGradientsRunOncePerBackward, 2) {
         EXPECT_EQ(calls[name], name == "first.bias" ? 0 : count) << name;
         if (name == "first.bias" || count == 0) continue;
         EXPECT_TRUE(seen[name].equal(fsdp2::DTensor(named.value().grad()).to_local())) << name;
-        EXPECT_LE(max_difference(whole(named.value().grad()), reference->named_parameters()[name].grad()), 1e-9) << name;
+        EXPECT_LE(max_difference(whole(named.value().grad()), reference->named_parameters()[name].grad()), 1e-9)
+            << name;
       }
     };
     for (auto* each : {&model, &reference}) (*each)->first->bias.set_requires_grad(false);

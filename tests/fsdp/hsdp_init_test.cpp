@@ -54,12 +54,18 @@ std::pair<ProcessGroup, ProcessGroup> row_and_column(int rank, int size) {
 
 RANKS_TEST(HsdpInit, ParametersAreReplicatedOverTheFirstAxisAndCutOverTheSecond, 4) {
   const std::pair<std::vector<int64_t>, std::vector<std::string>> meshes[] = {
-      {{2, 2}, {"replicate", "shard"}}, {{2, 2}, {"shard", "replicate"}},  // the order decides, not the names
-      {{4, 1}, {"a", "b"}}, {{1, 4}, {"a", "b"}}};
+      {{2, 2}, {"replicate", "shard"}},
+      {{2, 2}, {"shard", "replicate"}},  // the order decides, not the names
+      {{4, 1}, {"a", "b"}},
+      {{1, 4}, {"a", "b"}}};
   for (const auto& [shape, names] : meshes) {
     const auto mesh = fsdp2::init_device_mesh(torch::kCPU, shape, names);
     Linear layer = linear(3, 5, true);
-    { torch::NoGradGuard no_grad; layer->weight.copy_(torch::arange(15).view({5, 3})); layer->bias.fill_(1); }
+    {
+      torch::NoGradGuard no_grad;
+      layer->weight.copy_(torch::arange(15).view({5, 3}));
+      layer->bias.fill_(1);
+    }
     const Tensor original = layer->weight.detach().clone();
     fully_shard(layer, {.mesh = mesh});
     const DTensor weight(layer->weight.detach());
@@ -84,7 +90,9 @@ RANKS_TEST(HsdpInit, ParametersAreReplicatedOverTheFirstAxisAndCutOverTheSecond,
     const auto counters = fsdp2::counters();
     EXPECT_EQ(counters.reduce_scatters, shape[1] > 1 ? 1 : 0);
     EXPECT_EQ(counters.all_gathers, shape[1] > 1 ? 1 : 0);
-    if (shape[0] > 1) EXPECT_EQ(counters.all_reduces, 1);
+    if (shape[0] > 1) {
+      EXPECT_EQ(counters.all_reduces, 1);
+    }
   }
 }
 
@@ -118,8 +126,8 @@ RANKS_TEST(HsdpInit, AMeshOfAnExistingGroupTrainsLikeTheMeshItself, 4) {
 RANKS_TEST(HsdpInit, AMeshOfTwoGroupsTrainsLikeTheMeshItself, 4) {
   const auto direct = fsdp2::init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});
   const auto [shard_group, replicate_group] = row_and_column(rank, 2);
-  const auto mesh = DeviceMesh::from_group({replicate_group, shard_group}, torch::kCPU,
-                                           torch::arange(4).view({2, 2}), {"replicate", "shard"});
+  const auto mesh = DeviceMesh::from_group({replicate_group, shard_group}, torch::kCPU, torch::arange(4).view({2, 2}),
+                                           {"replicate", "shard"});
   EXPECT_TRUE(mesh.ranks().equal(direct.ranks()));
   EXPECT_EQ(mesh.get_coordinate(), direct.get_coordinate());
   for (const char* name : {"replicate", "shard"}) {

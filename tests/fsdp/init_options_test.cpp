@@ -72,7 +72,7 @@ void expect_steps_like_whole(Pair& pair, Pair& reference, int rank, int64_t dim,
   }
 }
 
-// ----- what a parameter becomes -----------------------------------------------------------------------------------------
+// ----- what a parameter becomes ------------------------------------------------------------------------------------
 
 void expect_chunks(int rank) {
   const int size = fsdp2::get_world_size();
@@ -114,7 +114,10 @@ RANKS_TEST(InitOptions, EveryParameterIsTheChunkOfItsRankOnFour, 4) { expect_chu
 
 RANKS_TEST(InitOptions, ShardsAreCutFromEachRanksOwnValues, 2) {
   Linear layer = linear(2, 4);
-  { torch::NoGradGuard no_grad; layer->weight.fill_(rank); }
+  {
+    torch::NoGradGuard no_grad;
+    layer->weight.fill_(rank);
+  }
   fully_shard(layer);
   EXPECT_EQ(max_difference(whole(layer->weight), torch::tensor({0., 0., 1., 1.}).view({4, 1}).expand({4, 2})), 0);
 }
@@ -154,7 +157,7 @@ RANKS_TEST(InitOptions, AParameterWithoutElementsIsTaken, 2) {
   EXPECT_EQ(max_difference(whole(hollow->some.grad()), torch::full({3}, 1.5)), 0);
 }
 
-// ----- values afterwards ------------------------------------------------------------------------------------------------
+// ----- values afterwards -------------------------------------------------------------------------------------------
 
 RANKS_TEST(InitOptions, MetaModelsOfEvenUnevenAndEmptyShardsTrain, 4) {
   for (const int64_t dim : {8, 3, 1}) {
@@ -176,7 +179,10 @@ RANKS_TEST(InitOptions, MetaModelsOfEvenUnevenAndEmptyShardsTrain, 4) {
         const int64_t rows = named.value().size(0), chunk = (rows + 3) / 4;
         EXPECT_EQ(local_of(named.value()).size(0), std::clamp(rows - rank * chunk, int64_t{0}, chunk)) << named.key();
       }
-      { torch::NoGradGuard no_grad; for (Tensor& param : pair->parameters()) param.fill_(1337); }
+      {
+        torch::NoGradGuard no_grad;
+        for (Tensor& param : pair->parameters()) param.fill_(1337);
+      }
       torch::manual_seed(5);
       fsdp2::reset_parameters(pair);
       for (const auto& named : reference->named_parameters()) {
@@ -195,7 +201,10 @@ RANKS_TEST(InitOptions, AFullStateOnRankZeroReachesAMetaModel, 4) {
   torch::manual_seed(20 + rank);
   Pair reference(6);  // only rank 0's values count
   Pair pair{nullptr};
-  { fsdp2::MetaDeviceGuard meta; pair = Pair(6); }
+  {
+    fsdp2::MetaDeviceGuard meta;
+    pair = Pair(6);
+  }
   shard_pair(pair);
   fsdp2::dcp::StateDict state;
   const auto originals = reference->named_parameters();
@@ -237,7 +246,10 @@ FSDP2_MODULE(Normed);
 RANKS_TEST(InitOptions, AParameterReplacedBeforeTheFirstForwardIsTakenOver, 2) {
   for (const bool as_dtensor : {false, true}) {
     Normed model{nullptr};
-    { fsdp2::MetaDeviceGuard meta; model = Normed(); }
+    {
+      fsdp2::MetaDeviceGuard meta;
+      model = Normed();
+    }
     fully_shard(model->first);
     fully_shard(model->second);
     auto root = fully_shard(model);
@@ -274,12 +286,13 @@ RANKS_TEST(InitOptions, APlainTensorInPlaceOfAShardIsNamed, 2) {
   EXPECT_TRUE(is_dtensor(layer->weight));
 }
 
-// ----- parameters, gradients and optimizer state on the CPU -------------------------------------------------------------
+// ----- parameters, gradients and optimizer state on the CPU --------------------------------------------------------
 
 RANKS_TEST(InitOptions, OffloadedParametersTrainLikeWhole, 2) {
   for (const bool pin : {false, true}) {
     int notes = 0;
-    fsdp2::set_log_sink([&](fsdp2::LogLevel, const std::string& text) { notes += text.find("pin") != std::string::npos; });
+    fsdp2::set_log_sink(
+        [&](fsdp2::LogLevel, const std::string& text) { notes += text.find("pin") != std::string::npos; });
     torch::manual_seed(6);
     Pair reference(5), pair(5);
     copy_state(*pair, *reference);

@@ -42,7 +42,10 @@ struct MlpImpl : torch::nn::Module {
   }
   Tensor forward(const Tensor& x) {
     seen = buffer.scalar_type();
-    { torch::NoGradGuard no_grad; buffer.add_(1); }
+    {
+      torch::NoGradGuard no_grad;
+      buffer.add_(1);
+    }
     return out_proj(torch::tanh(in_proj(x))) * own;
   }
   Tensor own, buffer;
@@ -104,7 +107,7 @@ std::pair<Stack, Stack> twice(Make&& make) {
   return {first, make()};
 }
 
-// ----- one module -----------------------------------------------------------------------------------------------------
+// ----- one module --------------------------------------------------------------------------------------------------
 
 RANKS_TEST(Managed, ACallTakesWhatNoInnerCallHasTaken, 2) {
   auto [stack, reference] = twice([] { return stack_of(3); });
@@ -124,8 +127,8 @@ RANKS_TEST(Managed, ACallTakesWhatNoInnerCallHasTaken, 2) {
   for (const auto& module : stack->modules()) {
     if (is_fsdp_module(*module)) marked.insert(module.get());
   }
-  EXPECT_EQ(marked, (std::set<const torch::nn::Module*>{stack.get(), stack->mlps[0].get(),
-                                                         stack->mlps[1]->in_proj.get()}));
+  EXPECT_EQ(marked,
+            (std::set<const torch::nn::Module*>{stack.get(), stack->mlps[0].get(), stack->mlps[1]->in_proj.get()}));
   EXPECT_FSDP2_ERROR(fsdp_module(stack->mlps[2]), kUsage, "was not given to fully_shard");
   expect_same_gradients(stack, reference, rank);
 }
@@ -157,7 +160,7 @@ RANKS_TEST(Managed, ContainersOfShardedModulesAreNotMarked, 2) {
   EXPECT_FALSE(is_fsdp_module(first));
 }
 
-// ----- shared modules and parameters ------------------------------------------------------------------------------------
+// ----- shared modules and parameters -------------------------------------------------------------------------------
 
 RANKS_TEST(Managed, ASharedModuleIsTakenOnce, 2) {
   auto [stack, reference] = twice([] {
@@ -237,7 +240,7 @@ RANKS_TEST(Managed, BuffersBelongToTheCallThatTookTheirModule, 2) {
   }
 }
 
-// ----- lists ------------------------------------------------------------------------------------------------------------
+// ----- lists -------------------------------------------------------------------------------------------------------
 
 RANKS_TEST(Managed, AListIsOneGroupOverItsSubtrees, 2) {
   auto [stack, reference] = twice([] { return stack_of(5); });
@@ -274,7 +277,7 @@ RANKS_TEST(Managed, AnElementInsideAnotherIsPartOfIt, 2) {
   expect_same_gradients(stack, reference, rank);
 }
 
-// ----- the root ---------------------------------------------------------------------------------------------------------
+// ----- the root ----------------------------------------------------------------------------------------------------
 
 RANKS_TEST(Managed, TheFirstForwardFindsTheRootAndEveryName, 2) {
   Stack stack = stack_of(3);
@@ -325,7 +328,7 @@ RANKS_TEST(Managed, AListCannotBeTheRoot, 2) {
   EXPECT_FSDP2_ERROR(stack(torch::ones({2, kDim})), kUsage, "root");
 }
 
-// ----- ignored parameters -----------------------------------------------------------------------------------------------
+// ----- ignored parameters ------------------------------------------------------------------------------------------
 
 /// C inside B inside A; B is sharded without C's parameters, A's are plain and averaged by hand like C's.
 struct InnerImpl : torch::nn::Module {

@@ -44,8 +44,8 @@ void replicate_all(Mlp& model, const DeviceMesh& mesh) {
 }
 
 /// Trains on `parts` batches, this rank on batch `part`; ranks with equal parts see equal rows.
-void expect_trains(const FullyShardOptions& chosen, int64_t parts, int64_t part, const std::vector<Placement>& placements,
-                   const char* where) {
+void expect_trains(const FullyShardOptions& chosen, int64_t parts, int64_t part,
+                   const std::vector<Placement>& placements, const char* where) {
   torch::manual_seed(3);
   Mlp reference, model;
   copy_state(*model, *reference);
@@ -118,8 +118,8 @@ RANKS_TEST(NamedAxes, AWeightThatIsCutOnAnotherAxisToo, 4) {
     copy_state(*layer, *reference);
     fsdp2::distribute_parameter(layer, "weight", mesh, {Replicate{}, Shard{dim}});
     fully_shard(layer, options(mesh, {"dp"}, {}));
-    const std::vector<Placement> expected =
-        dim == 0 ? std::vector<Placement>{fsdp2::StridedShard{0, 2}, Shard{0}} : std::vector<Placement>{Shard{0}, Shard{1}};
+    const std::vector<Placement> expected = dim == 0 ? std::vector<Placement>{fsdp2::StridedShard{0, 2}, Shard{0}}
+                                                     : std::vector<Placement>{Shard{0}, Shard{1}};
     EXPECT_EQ(DTensor(layer->weight.detach()).placements(), expected);
     EXPECT_EQ(max_difference(whole(layer->weight), reference->weight.detach()), 0) << dim;
     const Tensor all = torch::randn({2, 3, 4}), x = all[rank / 2];

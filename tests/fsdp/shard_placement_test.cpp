@@ -124,11 +124,12 @@ RANKS_TEST(ShardPlacement, TheLargestDimOfEveryParameter, 4) {
 }
 
 RANKS_TEST(ShardPlacement, NegativeDimsCountFromTheEnd, 4) {
-  auto [reference, model] = sharded_copy({.shard_placement_fn = [](const std::string& fqn, const Tensor& param) -> Chosen {
-    if (fqn == "deep") return ShardPlacement{Shard{-2}};
-    if (fqn == "tall") return ShardPlacement{Shard{-param.dim()}};
-    return ShardPlacement{Shard{-1}};
-  }});
+  auto [reference, model] =
+      sharded_copy({.shard_placement_fn = [](const std::string& fqn, const Tensor& param) -> Chosen {
+        if (fqn == "deep") return ShardPlacement{Shard{-2}};
+        if (fqn == "tall") return ShardPlacement{Shard{-param.dim()}};
+        return ShardPlacement{Shard{-1}};
+      }});
   const auto dims = dims_of(*model);
   EXPECT_EQ(dims.at("layer1.deep"), 1);
   EXPECT_EQ(dims.at("layer1.tall"), 0);
@@ -156,7 +157,8 @@ RANKS_TEST(ShardPlacement, NamesAreThoseSeenFromTheModulePassed, 2) {
   seen.clear();
   Model again;
   fully_shard({again->layers[0], again->layers[1]}, {.shard_placement_fn = note});
-  EXPECT_EQ(seen, (std::set<std::string>{"0.tall", "0.wide", "0.deep", "0.bias", "1.tall", "1.wide", "1.deep", "1.bias"}));
+  EXPECT_EQ(seen,
+            (std::set<std::string>{"0.tall", "0.wide", "0.deep", "0.bias", "1.tall", "1.wide", "1.deep", "1.bias"}));
 }
 
 RANKS_TEST(ShardPlacement, DimZeroMayBeUnevenWhereOthersAreSplit, 4) {
@@ -173,8 +175,8 @@ RANKS_TEST(ShardPlacement, DimZeroMayBeUnevenWhereOthersAreSplit, 4) {
   auto reference = std::make_shared<OddImpl>(), model = std::make_shared<OddImpl>();
   copy_state(*model, *reference);
   fully_shard(model, {.shard_placement_fn = [](const std::string& fqn, const Tensor&) -> Chosen {
-    return fqn == "columns" ? Chosen(ShardPlacement{Shard{1}}) : std::nullopt;
-  }});
+                return fqn == "columns" ? Chosen(ShardPlacement{Shard{1}}) : std::nullopt;
+              }});
   EXPECT_EQ(DTensor(model->rows.detach()).to_local().size(0), rank < 2 ? 2 : rank == 2 ? 1 : 0);
   EXPECT_EQ(DTensor(model->columns.detach()).to_local().sizes(), (std::vector<int64_t>{5, 2}));
   const Tensor x = torch::randn({4, 8});
@@ -187,7 +189,7 @@ RANKS_TEST(ShardPlacement, DimZeroMayBeUnevenWhereOthersAreSplit, 4) {
   }
 }
 
-// ----- values afterwards ------------------------------------------------------------------------------------------------
+// ----- values afterwards -------------------------------------------------------------------------------------------
 
 /// Draws its values anew, so that it can be made on meta.
 struct DrawnImpl : torch::nn::Module {
@@ -212,7 +214,10 @@ RANKS_TEST(ShardPlacement, ValuesArriveOnEveryLayout, 4) {
       torch::manual_seed(21);
       Drawn reference;
       Drawn model{nullptr};
-      { fsdp2::MetaDeviceGuard meta; model = Drawn(); }
+      {
+        fsdp2::MetaDeviceGuard meta;
+        model = Drawn();
+      }
       fsdp2::FullyShardOptions options{.shard_placement_fn = [](const std::string&, const Tensor& param) -> Chosen {
         return ShardPlacement{Shard{param.dim() - 1}};
       }};
@@ -258,7 +263,7 @@ RANKS_TEST(ShardPlacement, ValuesArriveOnEveryLayout, 4) {
   }
 }
 
-// ----- several meshes in one module -------------------------------------------------------------------------------------
+// ----- several meshes in one module --------------------------------------------------------------------------------
 
 /// Every rank holds the experts of its place on the "ep" axis; the rest is the same on all.
 struct MoeImpl : torch::nn::Module {
