@@ -60,9 +60,7 @@ void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device de
     const int64_t numel = buffer.offsets.back() + params_[buffer.members.back()].padded_numel();
     const bool meta =
         std::any_of(buffer.members.begin(), buffer.members.end(), [&](size_t i) { return locals[i].is_meta(); });
-    const bool pinned = offload_ && offload_->pin_memory && !device_.is_cpu() && !meta;
-    buffer.flat = at::empty(
-        {numel}, at::TensorOptions(buffer.dtype).device(meta ? c10::Device(at::kMeta) : device).pinned_memory(pinned));
+    buffer.flat = shard_memory(numel, buffer.dtype, meta ? c10::Device(at::kMeta) : device);
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       FSDPParam& param = params_[buffer.members[k]];
       const Tensor& from = locals[buffer.members[k]];
@@ -76,6 +74,11 @@ void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device de
     }
   }
   build_gather_buckets();
+}
+
+Tensor ParamGroup::shard_memory(int64_t numel, at::ScalarType dtype, c10::Device device) const {
+  const bool pinned = offload_ && offload_->pin_memory && device.is_cpu() && !device_.is_cpu();
+  return at::empty({numel}, at::TensorOptions(dtype).device(device).pinned_memory(pinned));
 }
 
 void ParamGroup::build_gather_buckets() {
@@ -233,7 +236,7 @@ void ParamGroup::to_empty(c10::Device device) {
     device = at::kCPU;
   }
   for (ShardBuffer& buffer : buffers_) {
-    buffer.flat = at::empty(buffer.flat.sizes(), at::TensorOptions(buffer.dtype).device(device));
+    buffer.flat = shard_memory(buffer.flat.numel(), buffer.dtype, device);
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       FSDPParam& param = params_[buffer.members[k]];
       const Tensor slot = buffer.flat.narrow(0, buffer.offsets[k], param.padded_numel());

@@ -140,6 +140,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   // param_group.cpp
   void build_buffers(const std::vector<Tensor>& locals, c10::Device device);
+  Tensor shard_memory(int64_t numel, at::ScalarType dtype, c10::Device device) const;
   void adopt_foreign_data();
   void build_gather_buckets();
   void check_ready();
