@@ -21,9 +21,10 @@ using at::Tensor;
 /// `error_if_nonfinite`: kInvalidArgument where the norm is NaN or infinite, before anything is scaled.
 ///
 /// Errors: kUsage where a gradient is Partial (synchronize_gradients() first), where the ranks of a mesh saw different
-/// sums over smaller meshes (experts of their own in each place: clip those in a call of their own), or where a trainable plain parameter
-/// with a gradient stands beside DTensors (a forgotten fully_shard: its gradient differs between the ranks), unless it
-/// is one of the ignored_params. Those must have the same gradient on every rank and are counted once.
+/// sums over smaller meshes (experts of their own in each place: clip those in a call of their own), or where a
+/// trainable plain parameter with a gradient stands beside DTensors (a forgotten fully_shard: its gradient differs
+/// between the ranks), unless it is one of the ignored_params. Those must have the same gradient on every rank and are
+/// counted once.
 FSDP2_API Tensor clip_grad_norm_(const std::vector<Tensor>& params, double max_norm, double norm_type = 2.0,
                                  bool error_if_nonfinite = false);
 

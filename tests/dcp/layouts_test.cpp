@@ -91,8 +91,9 @@ TEST(DcpLayouts, BetweenForwardAndBackwardInParts) {
 }
 
 TEST(DcpLayouts, Offloaded) {
-  save_and_load(2, [] { return fsdp2::FullyShardOptions{.offload_policy = fsdp2::CPUOffloadPolicy{.pin_memory = false}}; },
-                false);
+  save_and_load(
+      2, [] { return fsdp2::FullyShardOptions{.offload_policy = fsdp2::CPUOffloadPolicy{.pin_memory = false}}; },
+      false);
 }
 
 }  // namespace

@@ -75,7 +75,7 @@ RANKS_TEST(Entries, AModuleUsedTwiceInOneForwardTrains, 4) {
   }
 }
 
-// ----- prefetching -------------------------------------------------------------------------------------------------
+// ----- prefetching -----
 
 /// Every MLP names the `depth` after it for forward and before it for backward.
 void prefetch(Tower& model, size_t depth) {
@@ -121,7 +121,7 @@ RANKS_TEST(Entries, PrefetchingAModuleThatIsNoLongerNeededIsHarmless, 2) {
   expect_trains_like(model, reference, rank, 2, next, "default");
 }
 
-// ----- other methods -----------------------------------------------------------------------------------------------
+// ----- other methods -----
 
 struct VisionImpl : torch::nn::Module {
   VisionImpl() { patches = register_module("patches", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 5, 2).stride(2))); }
@@ -182,7 +182,7 @@ RANKS_TEST(Entries, AMethodInsideTheModulesOwnEntryKeepsItWhole, 2) {
   EXPECT_EQ(fsdp2::counters().reduce_scatters, 1);
 }
 
-// ----- several roots, and modules that come and go -----------------------------------------------------------------
+// ----- several roots, and modules that come and go -----
 
 void run_several_roots(int rank, bool after_first_use) {
   torch::manual_seed(42);

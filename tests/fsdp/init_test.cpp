@@ -200,7 +200,7 @@ RANKS_TEST(Init, InferenceModeFirstDoesNotSpoilTraining, 2) {
   EXPECT_TRUE(net->head->weight.grad().defined());
 }
 
-// ----- memory ------------------------------------------------------------------------------------------------------
+// ----- memory -----
 
 int64_t status_kib(const std::string& field) {
   std::ifstream status("/proc/self/status");

@@ -97,7 +97,7 @@ void step_all(const std::vector<torch::optim::Optimizer*>& optimizers, bool to_n
 
 std::pair<Language, Language> language_twins(bool tied) { return make_twins<Language>(tied); }
 
-// ----- chunked losses ----------------------------------------------------------------------------------------------
+// ----- chunked losses -----
 
 RANKS_TEST(ListGroup, APartlyRunGroupTrainsLikeWhole, 2) {
   for (const fsdp2::ReshardAfterForward& setting : std::vector<fsdp2::ReshardAfterForward>{true, false, 1}) {
@@ -266,7 +266,7 @@ RANKS_TEST(ListGroup, ResetAfterAnExceptionInAPartialForward, 2) {
   }
 }
 
-// ----- casts, labels, order ----------------------------------------------------------------------------------------
+// ----- casts, labels, order -----
 
 RANKS_TEST(ListGroup, InputsOfEveryMemberAreCast, 2) {
   struct WideBetweenImpl : torch::nn::Module {
@@ -350,7 +350,7 @@ RANKS_TEST(ListGroup, AMemberThatNeverRunsDoesNotHoldTheGroupUp, 2) {
   EXPECT_EQ(fsdp2::counters().unsharded_bytes, 0);
 }
 
-// ----- tied --------------------------------------------------------------------------------------------------------
+// ----- tied -----
 
 constexpr int64_t kUneven = 17;  // rows on 4 ranks: 5, 5, 5, 2
 

@@ -245,7 +245,8 @@ RANKS_TEST(Misuse, ParametersThatCannotBeSharded, 2) {
     Tensor forward(Tensor x) { return x; }
   };
   EXPECT_FSDP2_ERROR(fsdp2::fully_shard(std::make_shared<ScalarImpl>(torch::tensor(1.0))), kInvalidArgument, "odd");
-  EXPECT_FSDP2_ERROR(fsdp2::fully_shard(std::make_shared<ScalarImpl>(torch::ones({2, 3}).t())), kInvalidArgument, "odd");
+  EXPECT_FSDP2_ERROR(fsdp2::fully_shard(std::make_shared<ScalarImpl>(torch::ones({2, 3}).t())), kInvalidArgument,
+                     "odd");
 }
 
 RANKS_TEST(Misuse, RefusedOptionsLeaveTheModuleAsItWas, 2) {

@@ -208,7 +208,7 @@ RANKS_TEST(MixedPrecision, AConvertedModelKeepsTheDtypeOfItsPolicy, 2) {
   for (const Tensor& param : model->parameters()) EXPECT_EQ(param.grad().scalar_type(), torch::kFloat);
 }
 
-// ----- structures between modules ----------------------------------------------------------------------------------
+// ----- structures between modules -----
 
 Tensor sum_of(const data::Pair& all) { return all.x + all.y; }
 Tensor sum_of(const data::Outer& all) { return sum_of(all.inner) + all.z; }

@@ -110,7 +110,8 @@ RANKS_TEST(Precision, SeveralDtypesInAGroupUseOneCollectiveEach, 2) {
   fsdp2::call(model, x).to(torch::kFloat).sum().backward();
   EXPECT_EQ(fsdp2::counters().all_gathers, 2);
   EXPECT_EQ(fsdp2::counters().reduce_scatters, 2);
-  for (int r = 0; r < 2; ++r) (reference->forward(torch::full({2, 4}, 0.5 * (r + 1))).to(torch::kFloat).sum() / 2).backward();
+  for (int r = 0; r < 2; ++r)
+    (reference->forward(torch::full({2, 4}, 0.5 * (r + 1))).to(torch::kFloat).sum() / 2).backward();
   for (const auto& named : model->named_parameters()) {
     const Tensor expected = reference->named_parameters()[named.key()].grad();
     EXPECT_EQ(named.value().scalar_type(), expected.scalar_type());

@@ -242,8 +242,8 @@ void run_case(int rank, unsigned seed) {
   torch::optim::SGD reference(whole_tree->parameters(), torch::optim::SGDOptions(0.02).momentum(0.9));
   for (int step = 0; step < 2; ++step) {
     const int64_t micros = pick(random, 1, 3);
-    const auto accumulation =
-        any_of<Accumulation>(random, {Accumulation::kReduceEach, Accumulation::kReduceLast, Accumulation::kAllReduceLast});
+    const auto accumulation = any_of<Accumulation>(
+        random, {Accumulation::kReduceEach, Accumulation::kReduceLast, Accumulation::kAllReduceLast});
     const bool input_grad = chance(random, 0.5);
     root.set_reshard_after_backward(chance(random, 0.7));
     if (chance(random, 0.3)) {
@@ -264,7 +264,8 @@ void run_case(int rank, unsigned seed) {
     // An optimizer steps on shards: set_reshard_after_backward(false) leaves the parameters whole.
     for (auto& handle : sharder.handles) handle.reshard();
     apply_factors(*whole_tree, sharder);
-    compare_gradients(*whole_tree, *tree, sharder.zeros_for_unused, where + " gradients of step " + std::to_string(step));
+    compare_gradients(*whole_tree, *tree, sharder.zeros_for_unused,
+                      where + " gradients of step " + std::to_string(step));
     optimizer.step();
     reference.step();
     optimizer.zero_grad(chance(random, 0.5));

@@ -69,7 +69,7 @@ RANKS_TEST(Reduction, OneRankDividesByTheFactorAlone, 1) {
   }
 }
 
-// ----- many shapes -------------------------------------------------------------------------------------------------
+// ----- many shapes -----
 
 /// Gradients are the coefficients that it is called with.
 struct WeightedImpl : torch::nn::Module {
@@ -143,7 +143,7 @@ RANKS_TEST(Reduction, GradientsOfTwoDtypesShareOneReductionDtype, 2) {
   EXPECT_EQ(fsdp2::counters().all_gathers, 2);
 }
 
-// ----- the factor belongs to one module ----------------------------------------------------------------------------
+// ----- the factor belongs to one module -----
 
 RANKS_TEST(Reduction, TheFactorIsOfOneModuleOnly, 4) {
   for (const double factor : {8., 4., 3.}) {
@@ -188,7 +188,7 @@ RANKS_TEST(Reduction, FactorsThatCannotDivideAreRefused, 2) {
   EXPECT_EQ(max_difference(whole(layer->weight.grad()), torch::full({2, 2}, 1.5)), 0);
 }
 
-// ----- parameters without a gradient -------------------------------------------------------------------------------
+// ----- parameters without a gradient -----
 
 struct ChoiceImpl : torch::nn::Module {
   ChoiceImpl() {
@@ -241,7 +241,7 @@ RANKS_TEST(Reduction, ParametersWithoutAGradientMayTakePartWithZeros, 2) {
   EXPECT_EQ(max_difference(grad_of(model->choice->a), torch::ones({2, 2})), 0);
 }
 
-// ----- settings that change nothing --------------------------------------------------------------------------------
+// ----- settings that change nothing -----
 
 /// Two steps in bfloat16 with and without the setting end in the same bits.
 template <class Set>

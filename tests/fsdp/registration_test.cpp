@@ -29,7 +29,7 @@ void expect_sharded(const torch::nn::Module& module, bool sharded, const std::st
   }
 }
 
-// ----- slots -------------------------------------------------------------------------------------------------------
+// ----- slots -----
 
 RANKS_TEST(Registration, OneGroup, 4) {
   for (const auto& setting : kSettings) {
@@ -170,7 +170,7 @@ RANKS_TEST(Registration, AForwardWithoutInputsTrains, 2) {
   }
 }
 
-// ----- shapes and dims ---------------------------------------------------------------------------------------------
+// ----- shapes and dims -----
 
 struct ChainImpl : torch::nn::Module {
   ChainImpl(int64_t in, int64_t hidden, int64_t out) {

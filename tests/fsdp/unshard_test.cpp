@@ -73,7 +73,7 @@ RANKS_TEST(Collectives, FollowTheSettingMadeWhileTraining, 2) {
   }
 }
 
-// ----- by hand -----------------------------------------------------------------------------------------------------
+// ----- by hand -----
 
 struct ShapesImpl : torch::nn::Module {
   ShapesImpl() {
@@ -221,7 +221,7 @@ RANKS_TEST(Unshard, StartedAheadInsideForwardTrains, 2) {
   EXPECT_EQ(counts.reduce_scatters, 4);
 }
 
-// ----- parameters that backward does not need ----------------------------------------------------------------------
+// ----- parameters that backward does not need -----
 
 struct LookupImpl : torch::nn::Module {
   LookupImpl() {

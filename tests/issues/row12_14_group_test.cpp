@@ -287,7 +287,8 @@ RANKS_TEST(Row14, TheLowestGroupAboveBothUsersIsTaken, 2) {
 
 RANKS_TEST(Row14, UsersWithoutAGroupAboveBothAreRefused, 2) {
   Tied model;
-  EXPECT_FSDP2_ERROR(shard_blockwise(model); model(torch::zeros({1, 2}, torch::kLong)), kUsage, "no fully_shard call covers all its users");
+  EXPECT_FSDP2_ERROR(shard_blockwise(model);
+                     model(torch::zeros({1, 2}, torch::kLong)), kUsage, "no fully_shard call covers all its users");
 }
 
 RANKS_TEST(Row14, TwoTensorsOverOneMemoryAreRefusedAndDoNotDriftApart, 2) {

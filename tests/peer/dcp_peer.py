@@ -52,7 +52,8 @@ def state(mesh, zero):
     def value(plain):
         return None if zero else plain
 
-    tensors = {key: make(rule_values(sizes, dtype, i + 1), placement) for i, (key, sizes, dtype, placement) in enumerate(TENSORS)}
+    tensors = {key: make(rule_values(sizes, dtype, i + 1), placement)
+               for i, (key, sizes, dtype, placement) in enumerate(TENSORS)}
     adam = {
         name: {
             "step": torch.tensor(0.0 if zero else 12.0),

@@ -58,8 +58,9 @@ TEST(Rendezvous, ARankThatNeverComesIsNamedWithinTheTimeout) {
   const TempDir folder;
   ASSERT_TRUE(run_ranks(2, [&](int rank) {
     const auto begin = std::chrono::steady_clock::now();
-    EXPECT_FSDP2_ERROR(fsdp2::init_process_group(options("file://" + folder.path() + "/store", rank, 4, milliseconds(700))),
-                       kTimeout, "2 of 4 ranks never came: 2, 3");
+    EXPECT_FSDP2_ERROR(
+        fsdp2::init_process_group(options("file://" + folder.path() + "/store", rank, 4, milliseconds(700))), kTimeout,
+        "2 of 4 ranks never came: 2, 3");
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
   }, {.init_process_group = false}));
 }
@@ -82,10 +83,13 @@ TEST(Rendezvous, DifferentWorldSizesAreNamedOnEveryRank) {
 
 TEST(Rendezvous, TwoProcessesWithOneRankAreNamed) {
   const TempDir folder;
-  ASSERT_TRUE(run_ranks(2, [&](int) {
-    EXPECT_FSDP2_ERROR(fsdp2::init_process_group(options("file://" + folder.path() + "/store", 1, 3, milliseconds(5000))),
-                       kInvalidArgument, "two processes claim rank 1");
-  }, {.init_process_group = false}));
+  ASSERT_TRUE(run_ranks(2,
+                        [&](int) {
+                          EXPECT_FSDP2_ERROR(fsdp2::init_process_group(options("file://" + folder.path() + "/store", 1,
+                                                                               3, milliseconds(5000))),
+                                             kInvalidArgument, "two processes claim rank 1");
+                        },
+                        {.init_process_group = false}));
 }
 
 TEST(Rendezvous, WrongOptionsAreNamed) {
@@ -176,7 +180,8 @@ TEST(DeviceMesh, AxesNamesAndSubMeshes) {
     EXPECT_EQ(mesh.ndim(), 2);
     EXPECT_EQ(*mesh.get_coordinate(), (std::vector<int64_t>{rank / 2, rank % 2}));
     EXPECT_EQ(fsdp2::get_process_group_ranks(mesh.get_group("dp")), (std::vector<int>{rank % 2, rank % 2 + 2}));
-    EXPECT_EQ(fsdp2::get_process_group_ranks(mesh["tp"].get_group(0)), (std::vector<int>{rank / 2 * 2, rank / 2 * 2 + 1}));
+    EXPECT_EQ(fsdp2::get_process_group_ranks(mesh["tp"].get_group(0)),
+              (std::vector<int>{rank / 2 * 2, rank / 2 * 2 + 1}));
     const auto flat = mesh.flatten({"dp", "tp"}, "all");
     EXPECT_EQ(flat.size(), 4);
     EXPECT_EQ(flat.get_local_rank("all"), rank);

@@ -256,7 +256,8 @@ TEST(GradScaler, SillyOptionsAreRefused) {
       {.init_scale = 0},     {.init_scale = -1},      {.init_scale = kNan},     {.init_scale = kInfinity},
       {.init_scale = 1e300}, {.growth_factor = 1},    {.growth_factor = kNan},  {.backoff_factor = 0},
       {.backoff_factor = 1}, {.backoff_factor = kNan}, {.growth_interval = 0}};
-  for (const auto& options : silly) EXPECT_FSDP2_ERROR(fsdp2::GradScaler scaler(options), kInvalidArgument, "grad_scaler");
+  for (const auto& options : silly)
+    EXPECT_FSDP2_ERROR(fsdp2::GradScaler scaler(options), kInvalidArgument, "grad_scaler");
 }
 
 RANKS_TEST(GradScaler, CallsOutOfOrderAreRefusedAndChangeNothing, 2) {
