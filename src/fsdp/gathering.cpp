@@ -78,6 +78,14 @@ Tensor ParamGroup::gather_input(const GatherBucket& bucket) const {
   return in;
 }
 
+void check_custom_buffer(const Tensor& buffer, int64_t numel, at::ScalarType dtype, const char* what,
+                         const std::string& label) {
+  FSDP2_CHECK(buffer.defined() && buffer.numel() == numel && buffer.scalar_type() == dtype && buffer.is_contiguous(),
+              kInvalidArgument, "[fsdp] what the custom ", what, " for ", label, " is ",
+              buffer.defined() ? c10::str(buffer.sizes(), " of ", buffer.scalar_type()) : std::string("no tensor"),
+              "; expected ", numel, " contiguous elements of ", dtype);
+}
+
 void ParamGroup::start_gather(GatherBucket& bucket) {
   if (size_ == 1) {
     return;
@@ -88,13 +96,7 @@ void ParamGroup::start_gather(GatherBucket& bucket) {
   Tensor out;
   if (settings.all_gather) {
     out = settings.all_gather->allocate({ranks * numel}, options);
-    FSDP2_CHECK(
-        out.defined() && out.numel() == ranks * numel && out.scalar_type() == bucket.dtype && out.is_contiguous(),
-        kInvalidArgument, "[fsdp] the custom all-gather's allocate() was asked for ", ranks * numel,
-        " contiguous "
-        "elements of ",
-        bucket.dtype, " for ", label_, " and returned ",
-        out.defined() ? c10::str(out.sizes(), " of ", out.scalar_type()) : std::string("nothing"));
+    check_custom_buffer(out, ranks * numel, bucket.dtype, "all-gather's allocate() returned", label_);
     out = out.view({-1});
   } else {
     out = communication_buffer(ranks * numel, options, group);
@@ -106,6 +108,8 @@ void ParamGroup::start_gather(GatherBucket& bucket) {
   if (settings.all_gather) {
     bucket.work = custom_collective(CollectiveOp::kAllGather, group, {out, in}, bytes,
                                     [&] { return (*settings.all_gather)(out, in, group); }, {label_.c_str()});
+    check_custom_buffer(out, ranks * numel, bucket.dtype, "all-gather left in `out`", label_);
+    bucket.gathered = out.view({ranks, numel});  // it may have put another tensor there
   } else {
     bucket.work = all_gather(out, in, group, {label_.c_str()});
   }

@@ -1,6 +1,7 @@
 #include "fsdp/gradient_reduction.h"
 
 #include <cmath>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <c10/core/Event.h>
@@ -10,7 +11,6 @@
 #include <fsdp2/error.h>
 
 #include "fsdp/counting.h"
-#include "fsdp/post_accumulate.h"
 #include "fsdp/trace.h"
 
 namespace fsdp2::detail {
@@ -92,10 +92,8 @@ void GradientReduction::copy_in(Bucket& bucket, std::vector<std::pair<size_t, Te
   const auto& custom = group_->settings.reduce_scatter;
   if (custom && size > 1) {
     bucket.in = custom->allocate({size * bucket.numel}, options);
-    FSDP2_CHECK(bucket.in.defined() && bucket.in.numel() == size * bucket.numel &&
-                    bucket.in.scalar_type() == bucket.dtype && bucket.in.is_contiguous(),
-                kInvalidArgument, "[fsdp] the custom reduce-scatter's allocate() was asked for ", size * bucket.numel,
-                " contiguous elements of ", bucket.dtype, " for ", group_->label(), " and returned something else");
+    check_custom_buffer(bucket.in, size * bucket.numel, bucket.dtype, "reduce-scatter's allocate() returned",
+                        group_->label());
   } else if (size > 1) {
     bucket.in = group_->communication_buffer(size * bucket.numel, options, group_->mesh_.shard_group);
   } else {
@@ -138,6 +136,7 @@ void GradientReduction::start(Bucket& bucket) {
     bucket.work = custom_collective(CollectiveOp::kReduceScatter, group, {bucket.out, in}, bytes,
                                     [&] { return (*settings.reduce_scatter)(bucket.out, in, group, ReduceOp::SUM); },
                                     {group_->label().c_str()});
+    check_custom_buffer(bucket.out, bucket.numel, bucket.dtype, "reduce-scatter left in `out`", group_->label());
   } else {
     bucket.work = reduce_scatter(bucket.out, in, ReduceOp::SUM, group, {group_->label().c_str()});
   }
@@ -197,7 +196,7 @@ void GradientReduction::finish() {
     finish_reduce_scatter();
   }
   finish_buckets();
-  run_hooks_on_params();
+  group_->run_post_accumulate_hooks(std::exchange(added_, {}));
 }
 
 void GradientReduction::finish_buckets() {
@@ -247,25 +246,8 @@ void GradientReduction::add_to_gradients(Bucket& bucket) {
 
 void GradientReduction::add_to(FSDPParam& param, Tensor local) {
   if (Tensor alive = param.param(); alive.defined()) {
-    GradientSlot::add_reduced(alive, param.sharded_spec(), std::move(local));
+    param.gradient.add_reduced(alive, param.sharded_spec(), std::move(local));
   }
-}
-
-void GradientReduction::run_hooks_on_params() {
-  bool resharded = false;
-  for (const size_t index : added_) {
-    Tensor alive = group_->params_[index].param();
-    if (!alive.defined() || !has_post_accumulate_hooks(alive)) {
-      continue;
-    }
-    if (!resharded) {
-      group_->reshard();  // a hook may step an optimizer: on the shard, not on the gathered copy
-      resharded = true;
-    }
-    const at::NoGradGuard as_in_backward;
-    run_post_accumulate_hooks(alive);
-  }
-  added_.clear();
 }
 
 }  // namespace fsdp2::detail

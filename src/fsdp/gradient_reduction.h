@@ -45,7 +45,6 @@ class GradientReduction {
   void add_to_gradients(Bucket& bucket);
   void add_alone(std::vector<std::pair<size_t, Tensor>>& gradients);
   void add_to(FSDPParam& param, Tensor local);
-  void run_hooks_on_params();
   /// What the sum over all ranks is divided by in all.
   double divisor() const;
 

@@ -83,6 +83,9 @@ void GradientSlot::keep_partial_sum(Tensor& param, Tensor local, const DTensorSp
   } else {
     partial_sum_ = std::move(local);
   }
+  if (accumulating_) {
+    return;  // the slot is autograd's now; shown once this gradient is reduced
+  }
   show_data(param, partial_sum_, std::move(placements), layout);
 }
 
@@ -104,18 +107,28 @@ Tensor GradientSlot::take_partial_sum(Tensor& param, const std::string& fqn) {
 }
 
 void GradientSlot::add_reduced(Tensor& param, const DTensorSpec& layout, Tensor local) {
-  Tensor& slot = param.mutable_grad();
-  if (slot.defined()) {
+  // A reduction may end while the next gradient of the parameter accumulates in the slot.
+  Tensor& target = accumulating_ ? reduced_ : param.mutable_grad();
+  if (target.defined()) {
     const BelowDTensor below;
     const at::NoGradGuard no_grad;
-    local_of(slot).detach().add_(local);
+    local_of(target).detach().add_(local);
   } else {
-    slot = make_dtensor_like(layout, std::move(local));
+    target = make_dtensor_like(layout, std::move(local));
   }
 }
 
-void GradientSlot::abandon(Tensor& param) {
-  if (accumulating_ || shown_.defined()) {
+void GradientSlot::abandon(Tensor& param, const std::string& fqn) noexcept {
+  bool put_back = accumulating_;
+  if (!accumulating_ && shown_.defined()) {
+    try {
+      reconcile(param, fqn);  // drops everything where the user cleared the slot
+      put_back = shown_.defined();
+    } catch (const std::exception&) {
+      put_back = true;  // an edit that cannot be followed; what is pending goes anyway
+    }
+  }
+  if (put_back) {
     param.mutable_grad() = std::move(reduced_);
   }
   accumulating_ = false;

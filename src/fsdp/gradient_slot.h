@@ -39,9 +39,9 @@ class GradientSlot {
   /// Undefined where none waits.
   Tensor take_partial_sum(Tensor& param, const std::string& fqn);
   /// Adds a reduced local gradient.
-  static void add_reduced(Tensor& param, const DTensorSpec& layout, Tensor local);
+  void add_reduced(Tensor& param, const DTensorSpec& layout, Tensor local);
   /// Drops what is pending or half accumulated, after an exception; the reduced gradient stays.
-  void abandon(Tensor& param);
+  void abandon(Tensor& param, const std::string& fqn) noexcept;
 
  private:
   void reconcile(Tensor& param, const std::string& fqn);

@@ -7,6 +7,7 @@
 #include <fsdp2/error.h>
 
 #include "fsdp/gradient_reduction.h"
+#include "fsdp/post_accumulate.h"
 #include "fsdp/training_context.h"
 
 namespace fsdp2::detail {
@@ -22,6 +23,9 @@ void ParamGroup::on_leaf_gradient(size_t index, const Tensor& gradient) {
                 " got a sharded gradient (from to_local() or full_tensor() in the "
                 "loss) beside an unreduced one; call backward on that part of the loss alone, after "
                 "synchronize_gradients()");
+    if (has_post_accumulate_hooks(alive)) {
+      context->note_hooks(shared_from_this(), index);
+    }
     return;
   }
   param.gradient.begin(alive, param.sharded_spec());
@@ -102,8 +106,33 @@ void ParamGroup::reduce_all(bool all_reduce) {
   }
 }
 
+void ParamGroup::interrupt_backward() noexcept {
+  for (FSDPParam& param : params_) {
+    if (Tensor alive = param.param(); alive.defined() && param.gradient.accumulating()) {
+      param.gradient.abandon(alive, param.fqn());
+    }
+  }
+}
+
+void ParamGroup::run_post_accumulate_hooks(const std::vector<size_t>& indices) {
+  bool resharded = false;
+  for (const size_t index : indices) {
+    Tensor alive = params_[index].param();
+    if (!alive.defined() || !has_post_accumulate_hooks(alive)) {
+      continue;
+    }
+    if (!resharded) {
+      reshard();  // on the shard, not on the gathered copy
+      resharded = true;
+    }
+    const at::NoGradGuard as_in_backward;
+    detail::run_post_accumulate_hooks(alive);
+  }
+}
+
 void ParamGroup::synchronize_gradients() {
   reduce_all(true);
+  reduced_unused_ = false;
   context->finish_reductions();
 }
 
@@ -132,7 +161,7 @@ void ParamGroup::reset() {
       param.to_sharded();
     }
     if (Tensor alive = param.param(); alive.defined()) {
-      param.gradient.abandon(alive);
+      param.gradient.abandon(alive, param.fqn());
     }
   }
   state_ = DataState::kSharded;

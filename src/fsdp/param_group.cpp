@@ -159,10 +159,11 @@ ParamGroup::Named ParamGroup::give_up(const Tensor& param) {
 }
 
 void ParamGroup::keep_parts_over(std::optional<DeviceMesh> mesh) {
-  part_mesh_ = std::move(mesh);
-  if (state_ == DataState::kSharded) {
-    build_gather_buckets();
+  if (state_ != DataState::kUnsharded) {
+    reshard();  // parts, or a gather of them, need the mesh that made them
   }
+  part_mesh_ = std::move(mesh);
+  build_gather_buckets();
 }
 
 c10::Device ParamGroup::compute_device() const { return offload_ ? device_ : params_.front().device(); }

@@ -116,6 +116,10 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   bool in_backward() const { return in_backward_; }
   /// After the gradients of the group's modules are there (or, with `at_end`, when backward is over).
   void post_backward(bool at_end);
+  /// Backward threw: what it began to accumulate is dropped, earlier gradients are back in their slots.
+  void interrupt_backward() noexcept;
+  /// Users' hooks of these parameters, whose gradients are final. Reshards first: a hook may step an optimizer.
+  void run_post_accumulate_hooks(const std::vector<size_t>& indices);
   /// Reduces what is pending, outside backward.
   void synchronize_gradients();
   std::vector<Tensor> pending_gradients();
@@ -175,6 +179,10 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   bool ever_unsharded_ = false;
   bool reduced_unused_ = false;  // zeros stood in for unused parameters in this backward
 };
+
+/// kInvalidArgument where memory of a user's own collective is not what was asked for.
+void check_custom_buffer(const Tensor& buffer, int64_t numel, at::ScalarType dtype, const char* what,
+                         const std::string& label);
 
 /// Library work on plain tensors, whatever mode the user's code is in.
 struct PlainWork {

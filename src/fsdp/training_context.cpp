@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <utility>
 
 #include <fsdp2/error.h>
 #include <fsdp2/log.h>
@@ -23,6 +24,37 @@ TrainingContext::TrainingContext(std::string label)
 
 TrainingContext::~TrainingContext() = default;
 
+/// Held by autograd as the callback at the end of a backward. A backward that throws drops it unrun: then gradients
+/// that were put aside must be back in their slots before the user can clear them.
+class TrainingContext::BackwardEnd {
+ public:
+  explicit BackwardEnd(std::weak_ptr<TrainingContext> context) : context_(std::move(context)) {}
+  BackwardEnd(const BackwardEnd&) = delete;
+  BackwardEnd& operator=(const BackwardEnd&) = delete;
+  ~BackwardEnd() {
+    if (const auto context = context_.lock()) {
+      context->interrupt_backward();
+    }
+  }
+  void run() {
+    if (const auto context = context_.lock()) {
+      context->finish_backward();
+    }
+    context_.reset();
+  }
+
+ private:
+  std::weak_ptr<TrainingContext> context_;
+};
+
+void TrainingContext::interrupt_backward() noexcept {
+  for (const auto& weak : states) {
+    if (const auto state = weak.lock()) {
+      for (const auto& group : state->groups) group->interrupt_backward();
+    }
+  }
+}
+
 void TrainingContext::enter_backward() {
   const int current = torch::autograd::get_current_graph_task_id();
   if (current == graph_task_) {
@@ -30,11 +62,8 @@ void TrainingContext::enter_backward() {
   }
   graph_task_ = current;
   warn_of_second_root(current);
-  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
-    if (const auto context = self.lock()) {
-      context->finish_backward();
-    }
-  });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [end = std::make_shared<BackwardEnd>(weak_from_this())] { end->run(); });
 }
 
 void TrainingContext::warn_of_second_root(int graph_task) const {
@@ -64,6 +93,9 @@ void TrainingContext::finish_backward() {
     drop_pending_gathers();
   }
   finish_reductions();
+  for (const auto& [group, param] : std::exchange(hooks_at_end_, {})) {
+    group->run_post_accumulate_hooks({param});
+  }
   check_reductions_agree();
   if (is_last_backward) {
     clear_forward_order();
@@ -175,9 +207,14 @@ void TrainingContext::clear_forward_order() {
 
 void TrainingContext::finish_reductions() { reductions->finish_all(); }
 
+void TrainingContext::note_hooks(const std::shared_ptr<ParamGroup>& group, size_t param) {
+  hooks_at_end_.emplace_back(group, param);
+}
+
 void TrainingContext::reset() {
   graph_task_ = -1;
   reduced_.clear();
+  hooks_at_end_.clear();
   iteration_root = nullptr;
   reductions->abandon();
   clear_forward_order();

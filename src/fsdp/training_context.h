@@ -50,8 +50,13 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   void finish_reductions();
   void reset();
 
+  /// `param`'s gradient came without a reduction; its hooks run at the end of backward.
+  void note_hooks(const std::shared_ptr<ParamGroup>& group, size_t param);
+
  private:
+  class BackwardEnd;
   void finish_backward();
+  void interrupt_backward() noexcept;
   void check_reductions_agree();
   void check_agree_over(const ProcessGroup& over, int64_t mine);
   void warn_of_second_root(int graph_task) const;
@@ -60,6 +65,7 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   int graph_task_ = -1;  // autograd's number of the backward under way
   std::vector<std::weak_ptr<ModuleState>> forward_order_;
   std::vector<std::pair<std::shared_ptr<ParamGroup>, std::vector<size_t>>> reduced_;  // in this backward
+  std::vector<std::pair<std::shared_ptr<ParamGroup>, size_t>> hooks_at_end_;
 };
 
 }  // namespace fsdp2::detail
