@@ -16,15 +16,12 @@
 
 namespace fsdp2 {
 
-class DeviceMesh;
 namespace detail {
-ProcessGroup separate_group(const DeviceMesh& mesh, int64_t axis, const std::string& purpose);
-DeviceMesh split_mesh(const DeviceMesh& mesh, int64_t part);
-bool is_root_mesh(const DeviceMesh& mesh);
-}  // namespace detail
+struct MeshGroups;
+}
 
-/// A cheap handle. Making the same mesh twice shares its process groups. Every constructor is collective:
-/// all ranks of the default group call it with equal arguments, also those that the mesh leaves out.
+/// A cheap handle. Making the same mesh twice shares its process groups. Every constructor is collective: all ranks of
+/// the mesh call it with equal arguments; others may.
 class FSDP2_API DeviceMesh {
  public:
   /// `ranks`: int64 tensor of distinct global ranks, any number of dimensions.
@@ -67,9 +64,7 @@ class FSDP2_API DeviceMesh {
   struct Impl;
 
  private:
-  friend ProcessGroup detail::separate_group(const DeviceMesh& mesh, int64_t axis, const std::string& purpose);
-  friend DeviceMesh detail::split_mesh(const DeviceMesh& mesh, int64_t part);
-  friend bool detail::is_root_mesh(const DeviceMesh& mesh);
+  friend struct detail::MeshGroups;
   explicit DeviceMesh(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
   DeviceMesh submesh(const std::vector<std::string>& names) const;
   int64_t axis_of(const std::string& name) const;

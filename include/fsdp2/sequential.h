@@ -1,53 +1,34 @@
 #pragma once
 
-// fsdp2::call and Hooked for torch::nn::Sequential: hooks of the modules inside run too.
+// fsdp2::call and Hooked for torch::nn::Sequential: the hooks of the modules inside run too.
 
 #include <torch/nn/modules/container/sequential.h>
 
 #include <memory>
-#include <tuple>
-#include <type_traits>
 #include <utility>
 
 #include <fsdp2/error.h>
 #include <fsdp2/module.h>
 
+namespace torch::nn {
+
+/// What passes from one module of a Sequential to the next: hooks see it where it is a Tensor.
+template <class Visitor>
+void fsdp2_visit_fields(AnyValue& value, Visitor&& visitor) {
+  if (at::Tensor* tensor = value.try_get<at::Tensor>()) visitor(*tensor);
+}
+
+}  // namespace torch::nn
+
 namespace fsdp2::detail {
 
-inline void add_tensors(TensorPointers& found, torch::nn::AnyValue& value) {
-  if (at::Tensor* tensor = value.try_get<at::Tensor>()) found.push_back(tensor);
-}
-template <class T>
-void add_tensors(TensorPointers& found, T& value) {
-  collect_tensors(value, found);
-}
-
-/// With the hooks of the step's module. Between steps they see the values that are Tensors.
 template <class... Args>
 torch::nn::AnyValue call_step(torch::nn::AnyModule& step, Args&&... args) {
   const std::shared_ptr<torch::nn::Module> module = step.ptr();
+  const auto forward = [&](auto&&... each) { return step.any_forward(std::forward<decltype(each)>(each)...); };
   ModuleState* state = find_state(*module);
-  if (state == nullptr) {
-    return step.any_forward(std::forward<Args>(args)...);
-  }
-  std::tuple<std::decay_t<Args>...> held(std::forward<Args>(args)...);
-  return std::apply(
-      [&](auto&... each) {
-        TensorPointers inputs;
-        (add_tensors(inputs, each), ...);
-        pre_forward(*state, *module, inputs);
-        try {
-          torch::nn::AnyValue result = step.any_forward(std::move(each)...);
-          TensorPointers outputs;
-          add_tensors(outputs, result);
-          post_forward(*state, *module, outputs);
-          return result;
-        } catch (...) {
-          abandon_forward(*state, *module);
-          throw;
-        }
-      },
-      held);
+  return state != nullptr ? call_with_hooks(*state, *module, forward, std::forward<Args>(args)...)
+                          : forward(std::forward<Args>(args)...);
 }
 
 template <>
@@ -62,10 +43,8 @@ struct ForwardOf<torch::nn::SequentialImpl> {
       value = call_step(*step, std::move(value));
     }
     const at::Tensor* result = value.try_get<at::Tensor>();
-    FSDP2_CHECK(
-        result != nullptr, kUnsupported,
-        "[fsdp] the last module of a Sequential returned something other than a Tensor; call its modules one by "
-        "one with fsdp2::call");
+    FSDP2_CHECK(result != nullptr, kUnsupported, "[fsdp] the last module of a Sequential returned something other than a "
+                "Tensor; call its modules one by one with fsdp2::call");
     return *result;
   }
 };

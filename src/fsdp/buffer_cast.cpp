@@ -10,7 +10,7 @@ using at::Tensor;
 
 void BufferCast::add(const Tensor& buffer) {
   if (dtype_ && buffer.defined() && buffer.is_floating_point()) {
-    entries_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(buffer.getIntrusivePtr()), {}, {}, 0});
+    entries_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(buffer.getIntrusivePtr()), {}, {}});
   }
 }
 
@@ -33,7 +33,6 @@ void BufferCast::begin() {
     entry.own = buffer.variable_data();
     entry.cast = buffer.to(*dtype_);
     buffer.unsafeGetTensorImpl()->shallow_copy_from(entry.cast.getIntrusivePtr());
-    entry.version = buffer._version();
   }
 }
 
@@ -50,9 +49,10 @@ void BufferCast::end() {
     }
     if (auto impl = entry.buffer.lock()) {
       const Tensor buffer(std::move(impl));
-      if (buffer._version() != entry.version) {
-        entry.own.copy_(buffer.variable_data());
-      }
+      // By value, element by element: batch normalisation writes its statistics past the version counter, and what
+      // nobody wrote must not lose precision.
+      const Tensor now = buffer.variable_data();
+      entry.own.copy_(at::where(now.eq(entry.own.to(*dtype_)), entry.own, now.to(entry.own.scalar_type())));
       buffer.unsafeGetTensorImpl()->shallow_copy_from(entry.own.getIntrusivePtr());
     }
     entry.own = entry.cast = Tensor();

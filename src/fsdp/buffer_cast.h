@@ -24,7 +24,6 @@ class BufferCast {
     c10::weak_intrusive_ptr<c10::TensorImpl> buffer;
     at::Tensor own;   // the registered data while cast
     at::Tensor cast;  // what forward sees
-    uint32_t version = 0;
   };
   std::optional<at::ScalarType> dtype_;
   std::vector<Entry> entries_;

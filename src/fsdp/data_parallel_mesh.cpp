@@ -1,11 +1,9 @@
 #include "fsdp/data_parallel_mesh.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include <fsdp2/error.h>
 
-#include "process/mesh_groups.h"
 #include "process/world.h"
 
 namespace fsdp2::detail {
@@ -27,6 +25,9 @@ DataParallelMesh with_groups(DataParallelMesh made) {
 }
 
 void check_inside(const DeviceMesh& mesh) {
+  FSDP2_CHECK(mesh.device_type() == at::kCPU || mesh.device_type() == local_device().type(), kInvalidArgument,
+              "[fsdp] the mesh is one of ", c10::DeviceTypeName(mesh.device_type(), /*lower_case=*/true),
+              " devices; this rank has ", local_device(), ": make the mesh with fsdp2::local_device().type()");
   FSDP2_CHECK(mesh.get_coordinate().has_value(), kUsage, "[fsdp] this rank is outside the mesh of ranks ", mesh.ranks(),
               "; only ranks inside it call fully_shard");
 }
@@ -67,9 +68,6 @@ DataParallelMesh from_full_mesh(const DeviceMesh& full, const DataParallelMeshDi
     if (!replicate.empty()) made.replicate_axis = replicate.front();
     return with_groups(std::move(made));
   }
-  FSDP2_CHECK(is_root_mesh(full), kUnsupported,
-              "[fsdp] dp_mesh_dims joins several axes of a mesh that was cut from a "
-              "larger one; pass the mesh that init_device_mesh made");
   // Joined axes stand where the first of them stood.
   for (int64_t axis = 0; axis < full.ndim(); ++axis) {
     const auto of_kind = [&](const std::vector<int64_t>& kind, std::optional<int64_t>& joined) {

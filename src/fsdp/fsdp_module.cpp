@@ -133,23 +133,14 @@ void FSDPModule::set_reduce_scatter_max_input_buffers(int count, bool recurse) {
   FSDP2_CHECK(count >= 1, kInvalidArgument, "[fsdp] set_reduce_scatter_max_input_buffers got ", count,
               "; expected at least 1");
   for_groups(state(), recurse, [&](ParamGroup& group) { group.settings.max_input_buffers = count; });
-  detail::TrainingContext& context = *state().context;
-  context.max_input_buffers = 1;
-  for (const auto& weak : context.states) {
-    if (const auto each = weak.lock()) {
-      for (const auto& group : each->groups) {
-        context.max_input_buffers =
-            std::max(context.max_input_buffers, static_cast<size_t>(group->settings.max_input_buffers));
-      }
-    }
-  }
+  state().context->update_max_input_buffers();
 }
 
 void FSDPModule::set_separate_reduce_scatter_group(bool enable, bool recurse) {
   for_groups(state(), recurse, [&](ParamGroup& group) {
     const detail::DataParallelMesh& mesh = group.mesh();
     group.settings.reduce_scatter_group = enable && mesh.shard_axis && mesh.shard_size > 1
-                                              ? detail::separate_group(mesh.mesh, *mesh.shard_axis, "reduce_scatter")
+                                              ? detail::MeshGroups::separate_group(mesh.mesh, *mesh.shard_axis, "reduce_scatter")
                                               : ProcessGroup();
   });
 }
@@ -217,6 +208,7 @@ std::vector<Tensor> FSDPModule::pending_gradients() {
 
 void FSDPModule::synchronize_gradients() {
   for_groups(state(), true, [](ParamGroup& group) { group.synchronize_gradients(); });
+  state().context->finish_reductions();
 }
 
 void FSDPModule::zero_grad(bool set_to_none) {

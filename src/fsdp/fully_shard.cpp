@@ -91,6 +91,7 @@ std::pair<int64_t, DataParallelMesh> placement_of(const NamedTensor& named, cons
                                                   const DataParallelMesh& default_mesh) {
   const auto chosen = options.shard_placement_fn ? options.shard_placement_fn(named.fqn, named.tensor) : std::nullopt;
   if (!chosen) {
+    sharded_placements(named.tensor, named.fqn, default_mesh, 0);  // checks what dp_mesh_dims needs
     return {0, default_mesh};
   }
   const int64_t dims = named.tensor.dim();
@@ -112,6 +113,7 @@ std::pair<int64_t, DataParallelMesh> placement_of(const NamedTensor& named, cons
               " of shape ", named.tensor.sizes(), " over ", mesh.shard_size,
               " ranks is uneven; only dim 0 may be: choose "
               "another dim, or pad the parameter");
+  sharded_placements(named.tensor, named.fqn, mesh, dim);  // checks what dp_mesh_dims needs
   return {dim, std::move(mesh)};
 }
 
@@ -131,39 +133,59 @@ std::vector<MeshParams> sort_by_mesh(const std::vector<NamedTensor>& params, con
   return sorted;
 }
 
-/// Note [Tied parameters]: from the groups of nested calls into this one.
-void take_over_tied(const Modules& modules, std::vector<MeshParams>& sorted, const FullyShardOptions& options,
-                    const DataParallelMesh& default_mesh) {
-  for (const auto& module : modules) {
-    for (const auto& [param, owner] : misplaced_parameters(*module)) {
-      for (size_t index = 0; index < owner->groups.size(); ++index) {
-        const std::shared_ptr<ParamGroup> group = owner->groups[index];
-        if (std::none_of(group->params().begin(), group->params().end(),
-                         [&param = param](const FSDPParam& each) { return each.param().is_same(param); })) {
-          continue;
-        }
-        FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported, "[fsdp] parameters are tied across ", owner->label(),
-                    " and this "
-                    "call, which dp_mesh_dims does not go together with; shard all their users in one call");
-        group->reshard();
-        const DataParallelMesh mesh = group->mesh();
-        FSDP2_CHECK(options.shard_placement_fn || mesh == default_mesh, kInvalidArgument,
-                    "[fsdp] parameters that are tied "
-                    "across ",
-                    owner->label(), " and this call are sharded over a mesh of shape ",
-                    at::IntArrayRef(mesh.mesh.shape()), " there and ", at::IntArrayRef(default_mesh.mesh.shape()),
-                    " here; use one mesh for all modules that share a parameter");
-        ParamGroup::Named given = group->give_up(param);
-        auto target = std::find_if(sorted.begin(), sorted.end(), [&](const auto& each) { return each.mesh == mesh; });
-        if (target == sorted.end()) {
-          target = sorted.insert(sorted.end(), MeshParams{mesh, {}});
-        }
-        target->params.push_back(std::move(given));
-        if (group->params().empty()) {
-          owner->groups.erase(owner->groups.begin() + static_cast<std::ptrdiff_t>(index));
-        }
-        break;
+/// A parameter that this call takes from a nested call's group.
+struct TakenOver {
+  Tensor param;
+  std::shared_ptr<ModuleState> owner;
+  std::shared_ptr<ParamGroup> group;
+};
+
+/// Note [Tied parameters]. Adds those parameters to `sorted`, without touching their groups yet.
+std::vector<TakenOver> plan_tied(const Modules& modules, std::vector<MeshParams>& sorted,
+                                 const FullyShardOptions& options, const DataParallelMesh& default_mesh) {
+  std::vector<TakenOver> planned;
+  for (const auto& [param, owner] : misplaced_parameters(modules)) {
+    FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported, "[fsdp] parameters are tied across ", owner->label(),
+                " and this call, which dp_mesh_dims does not go together with; shard all their users in one call");
+    for (const auto& group : owner->groups) {
+      const auto held = std::find_if(group->params().begin(), group->params().end(),
+                                     [&param = param](const FSDPParam& each) { return each.param().is_same(param); });
+      if (held == group->params().end()) {
+        continue;
       }
+      const DataParallelMesh& mesh = group->mesh();
+      FSDP2_CHECK(options.shard_placement_fn || mesh == default_mesh, kInvalidArgument,
+                  "[fsdp] parameters that are tied across ", owner->label(), " and this call are sharded over a mesh of "
+                  "shape ", at::IntArrayRef(mesh.mesh.shape()), " there and ",
+                  at::IntArrayRef(default_mesh.mesh.shape()),
+                  " here; use one mesh for all modules that share a parameter");
+      Tensor alive = param;
+      FSDP2_CHECK(!held->gradient.has_pending(alive, held->fqn()), kUsage, "[fsdp] parameter ", held->fqn(),
+                  " is tied across ", owner->label(), " and this call, and has gradients that wait for their reduction; "
+                  "call synchronize_gradients() or zero_grad() first");
+      group->reshard();
+      auto target = std::find_if(sorted.begin(), sorted.end(), [&](const auto& each) { return each.mesh == mesh; });
+      if (target == sorted.end()) {
+        target = sorted.insert(sorted.end(), MeshParams{mesh, {}});
+      }
+      target->params.push_back({param, held->fqn(), held->shard_dim()});
+      planned.push_back({param, owner, group});
+      break;
+    }
+  }
+  return planned;
+}
+
+void take_over(const std::vector<TakenOver>& planned, std::vector<MeshParams>& sorted) {
+  for (const auto& [param, owner, group] : planned) {
+    ParamGroup::Named given = group->give_up(param);
+    for (MeshParams& each : sorted) {
+      for (ParamGroup::Named& named : each.params) {
+        if (named.param.is_same(param)) named = given;
+      }
+    }
+    if (group->params().empty()) {
+      std::erase(owner->groups, group);
     }
   }
 }
@@ -190,7 +212,8 @@ std::optional<int64_t> parts_wanted(const FullyShardOptions& options, const std:
   return *ranks;
 }
 
-void set_reshard(ModuleState& state, const FullyShardOptions& options, std::optional<int64_t> parts) {
+void set_reshard(ModuleState& state, const FullyShardOptions& options, std::optional<int64_t> parts,
+                 const std::vector<std::optional<DeviceMesh>>& part_meshes) {
   if (!options.reshard_after_forward) {
     state.set_default_reshard();
     return;
@@ -200,15 +223,12 @@ void set_reshard(ModuleState& state, const FullyShardOptions& options, std::opti
     return;
   }
   if (*parts == 1) {
-    FSDP2_LOG_WARN_ONCE(
-        "[fsdp] reshard_after_forward = 1 keeps whole parameters on every rank, as false does; false says "
-        "it better");
+    FSDP2_LOG_WARN_ONCE("[fsdp] reshard_after_forward = 1 keeps whole parameters on every rank, as false does; false "
+                        "says it better");
   }
   state.set_reshard_after_forward(*parts > 1);
-  for (const auto& group : state.groups) {
-    if (*parts > 1 && *parts < group->mesh().shard_size) {
-      group->keep_parts_over(split_mesh(group->mesh().mesh, *parts));
-    }
+  for (size_t i = 0; i < state.groups.size(); ++i) {
+    if (part_meshes[i]) state.groups[i]->keep_parts_over(part_meshes[i]);
   }
 }
 
@@ -239,17 +259,39 @@ struct OwnerToken {
   ~OwnerToken() { purge_states(); }
 };
 
+/// Parameters that a call on a module above took cannot be taken again.
+void check_not_below_owner(const Modules& modules, const ManagedCollector& managed) {
+  for (const auto& owner : managed.owners) {
+    for (const auto& above : owner->modules()) {
+      const auto below = above->modules(/*include_self=*/false);
+      for (const auto& module : modules) {
+        FSDP2_CHECK(std::find(below.begin(), below.end(), module) == below.end(), kUsage, "[fsdp] fully_shard was called on ",
+                    module->name(), " after ", owner->label(), ", which contains it and has its parameters; shard the modules "
+                    "inside first, then the one around them");
+      }
+    }
+  }
+}
+
 FSDPModule shard(const Modules& modules, const ManagedCollector& managed, const FullyShardOptions& options) {
   check_options(options);
+  check_not_below_owner(modules, managed);
   const DataParallelMesh mesh = resolve_mesh(options);
   const c10::Device device = mesh.mesh.device_type() == at::kCPU ? c10::Device(at::kCPU) : local_device();
   std::vector<MeshParams> sorted = sort_by_mesh(managed.params, options, mesh);
-  take_over_tied(modules, sorted, options, mesh);
+  const std::vector<TakenOver> tied = plan_tied(modules, sorted, options, mesh);
   if (sorted.empty() && options.reshard_after_forward) {
     parts_wanted(options, {MeshParams{mesh, {}}});  // a wrong number is said also where nothing is left to shard
   }
   const std::optional<int64_t> parts = parts_wanted(options, sorted);
 
+  std::vector<std::optional<DeviceMesh>> part_meshes;  // one per group
+  for (const MeshParams& group : sorted) {
+    const bool in_parts = parts && *parts > 1 && *parts < group.mesh.shard_size;
+    part_meshes.push_back(in_parts ? std::optional(MeshGroups::split(group.mesh.mesh, *parts)) : std::nullopt);
+  }
+
+  // Nothing was changed so far, and nothing is refused from here on.
   static std::atomic<int> calls{0};
   std::string names;
   for (const auto& module : modules) names += (names.empty() ? "" : ", ") + module->name();
@@ -266,6 +308,7 @@ FSDPModule shard(const Modules& modules, const ManagedCollector& managed, const 
   for (const Tensor& tensor : options.ignored_params) {
     add_ignored_param(tensor);
   }
+  take_over(tied, sorted);
   const auto token = std::make_shared<OwnerToken>();
   for (const auto& [group_mesh, params] : sorted) {
     auto group = std::make_shared<ParamGroup>(params, group_mesh, options.mp_policy, device, options.offload_policy);
@@ -273,7 +316,7 @@ FSDPModule shard(const Modules& modules, const ManagedCollector& managed, const 
     group->install_leaf_hooks(token);
     state->groups.push_back(std::move(group));
   }
-  set_reshard(*state, options, parts);
+  set_reshard(*state, options, parts, part_meshes);
   for (const auto& module : modules) {
     register_state(module, state);
   }

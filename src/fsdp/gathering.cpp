@@ -41,7 +41,7 @@ void ParamGroup::unshard() {
       start_gather(bucket);
     }
   } catch (...) {
-    reset();
+    drop_gather();
     throw;
   }
 }
@@ -115,6 +115,23 @@ void ParamGroup::start_gather(GatherBucket& bucket) {
   }
 }
 
+void ParamGroup::drop_gather() noexcept {
+  for (GatherBucket& bucket : gathers_) {
+    try {
+      bucket.work.wait();
+    } catch (const std::exception&) {
+      // The error that brought us here is the one to report.
+    }
+    bucket.gathered = bucket.part = Tensor();
+  }
+  for (FSDPParam& param : params_) {
+    if (!param.is_sharded()) {
+      param.to_sharded();
+    }
+  }
+  state_ = DataState::kSharded;
+}
+
 void ParamGroup::wait_for_unshard() {
   if (state_ == DataState::kUnsharded) {
     return;
@@ -138,7 +155,7 @@ void ParamGroup::wait_for_unshard() {
       finish_gather(bucket);
     }
   } catch (...) {
-    reset();
+    drop_gather();
     throw;
   }
   state_ = DataState::kUnsharded;

@@ -95,7 +95,7 @@ void GradientReduction::copy_in(Bucket& bucket, std::vector<std::pair<size_t, Te
     check_custom_buffer(bucket.in, size * bucket.numel, bucket.dtype, "reduce-scatter's allocate() returned",
                         group_->label());
   } else if (size > 1) {
-    bucket.in = group_->communication_buffer(size * bucket.numel, options, group_->mesh_.shard_group);
+    bucket.in = group_->communication_buffer(size * bucket.numel, options, group_->reduce_scatter_group());
   } else {
     bucket.in = at::empty({bucket.numel}, options);
   }
@@ -126,10 +126,13 @@ void GradientReduction::start(Bucket& bucket) {
     return;
   }
   const GroupSettings& settings = group_->settings;
-  const ProcessGroup group = settings.reduce_scatter_group ? settings.reduce_scatter_group : group_->mesh_.shard_group;
+  const ProcessGroup group = group_->reduce_scatter_group();
   Tensor in = bucket.in.view({-1});
   bucket.out = settings.reduce_scatter ? settings.reduce_scatter->allocate({bucket.numel}, in.options())
                                        : group_->communication_buffer(bucket.numel, in.options(), group);
+  if (settings.reduce_scatter) {
+    check_custom_buffer(bucket.out, bucket.numel, bucket.dtype, "reduce-scatter's allocate() returned", group_->label());
+  }
   const auto bytes = static_cast<int64_t>(in.nbytes());
   count_collective(CollectiveOp::kReduceScatter, bytes);
   if (settings.reduce_scatter) {
@@ -174,8 +177,10 @@ void GradientReduction::run_user_hook(Tensor& reduced) const {
   if (!hook) {
     return;
   }
+  const Tensor given = reduced;
   if (!stream || stream->device().is_cpu()) {
     hook(reduced);
+    check_hooked(given, reduced);
     return;
   }
   const c10::impl::VirtualGuardImpl device(stream->device_type());
@@ -189,6 +194,26 @@ void GradientReduction::run_user_hook(Tensor& reduced) const {
   }
   after.record(*stream);
   after.block(current);
+  check_hooked(given, reduced);
+}
+
+void GradientReduction::check_hooked(const Tensor& given, const Tensor& reduced) const {
+  FSDP2_CHECK(reduced.defined() && reduced.sizes() == given.sizes() && reduced.scalar_type() == given.scalar_type(),
+              kInvalidArgument, "[fsdp] the all-reduce hook for ", group_->label(), " got ", given.sizes(), " of ",
+              given.scalar_type(), " and left ",
+              reduced.defined() ? c10::str(reduced.sizes(), " of ", reduced.scalar_type()) : std::string("no tensor"),
+              "; it may change values only");
+}
+
+void GradientReduction::abandon() noexcept {
+  for (Bucket& bucket : buckets_) {
+    try {
+      bucket.work.wait();
+    } catch (const std::exception&) {
+      // The error that brought us here is the one to report.
+    }
+  }
+  buckets_.clear();
 }
 
 void GradientReduction::finish() {

@@ -26,6 +26,9 @@ class GradientReduction {
   bool holds_input() const { return holds_input_; }
   /// Waits for everything and adds the result to the parameters' gradients.
   void finish();
+  /// After an exception: waits, drops the result.
+  void abandon() noexcept;
+  const ParamGroup& group() const { return *group_; }
 
  private:
   struct Bucket {
@@ -41,6 +44,7 @@ class GradientReduction {
   void start_all_reduce(Bucket& bucket);
   void finish_buckets();
   void run_user_hook(Tensor& reduced) const;
+  void check_hooked(const Tensor& given, const Tensor& reduced) const;
   void keep_partial_sums(Bucket& bucket);
   void add_to_gradients(Bucket& bucket);
   void add_alone(std::vector<std::pair<size_t, Tensor>>& gradients);

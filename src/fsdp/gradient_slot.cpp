@@ -55,7 +55,13 @@ Tensor GradientSlot::take(Tensor& param, const std::string& fqn) {
   pending_ = Tensor();
   slot = std::move(reduced_);
   reduced_ = Tensor();
-  return whole;
+  if (!whole.defined()) {
+    return whole;
+  }
+  FSDP2_CHECK(!whole.requires_grad(), kUnsupported, "[fsdp] backward(create_graph=true) reached parameter ", fqn,
+              ": its reduced gradient would have no graph; take gradients of gradients with torch::autograd::grad with "
+              "respect to inputs, and call backward() without create_graph for the parameters");
+  return whole.is_sparse() ? whole.to_dense() : whole;
 }
 
 void GradientSlot::show(Tensor& param, Tensor pending, const DTensorSpec& layout, std::vector<Placement> placements) {
@@ -87,6 +93,12 @@ void GradientSlot::keep_partial_sum(Tensor& param, Tensor local, const DTensorSp
     return;  // the slot is autograd's now; shown once this gradient is reduced
   }
   show_data(param, partial_sum_, std::move(placements), layout);
+}
+
+void GradientSlot::show_partial_sum(Tensor& param, const DTensorSpec& layout, std::vector<Placement> placements) {
+  if (partial_sum_.defined() && !shown_.defined() && !accumulating_) {
+    show_data(param, partial_sum_, std::move(placements), layout);
+  }
 }
 
 bool GradientSlot::has_partial_sum(Tensor& param, const std::string& fqn) {

@@ -27,7 +27,7 @@ class GradientSlot {
   bool accumulating() const { return accumulating_; }
   /// Whether gradients wait for their reduction, after what the user did to the slot is taken into account.
   bool has_pending(Tensor& param, const std::string& fqn);
-  /// Takes the whole gradient (accumulated in this backward or pending); the slot holds the reduced one again.
+  /// Takes the whole gradient (accumulated in this backward or pending), dense; the slot holds the reduced one again.
   Tensor take(Tensor& param, const std::string& fqn);
   /// Leaves `pending` (whole, unreduced) for later and shows it in the slot.
   void show(Tensor& param, Tensor pending, const DTensorSpec& layout, std::vector<Placement> placements);
@@ -36,6 +36,8 @@ class GradientSlot {
   /// Adds to the sum over the shards that waits for its all-reduce. `local` is laid out as the parameter's.
   void keep_partial_sum(Tensor& param, Tensor local, const DTensorSpec& layout, std::vector<Placement> placements);
   bool has_partial_sum(Tensor& param, const std::string& fqn);
+  /// Where nothing was accumulated after all: in the slot again.
+  void show_partial_sum(Tensor& param, const DTensorSpec& layout, std::vector<Placement> placements);
   /// Undefined where none waits.
   Tensor take_partial_sum(Tensor& param, const std::string& fqn);
   /// Adds a reduced local gradient.

@@ -68,6 +68,7 @@ void ParamGroup::keep_pending() {
     Tensor alive = param.param();
     Tensor whole = param.gradient.take(alive, param.fqn());
     if (!whole.defined()) {
+      param.gradient.show_partial_sum(alive, param.sharded_spec(), param.partial_sum_placements());
       continue;
     }
     if (policy_.reduce_dtype && whole.is_floating_point() && whole.scalar_type() != *policy_.reduce_dtype) {
@@ -95,6 +96,8 @@ void ParamGroup::reduce_all(bool all_reduce) {
     if (whole.defined() || stands_in) {
       gradients.emplace_back(i, std::move(whole));
       wanted = true;
+    } else {
+      param.gradient.show_partial_sum(alive, param.sharded_spec(), param.partial_sum_placements());
     }
   }
   if (settings.reshard_after_backward && !unshard_pending()) {
@@ -115,6 +118,12 @@ void ParamGroup::interrupt_backward() noexcept {
 }
 
 void ParamGroup::run_post_accumulate_hooks(const std::vector<size_t>& indices) {
+  if (in_backward_) {  // gathered for another use in this backward: a hook that steps must wait
+    for (const size_t index : indices) {
+      context->note_hooks(shared_from_this(), index);
+    }
+    return;
+  }
   bool resharded = false;
   for (const size_t index : indices) {
     Tensor alive = params_[index].param();
@@ -133,7 +142,6 @@ void ParamGroup::run_post_accumulate_hooks(const std::vector<size_t>& indices) {
 void ParamGroup::synchronize_gradients() {
   reduce_all(true);
   reduced_unused_ = false;
-  context->finish_reductions();
 }
 
 std::vector<Tensor> ParamGroup::pending_gradients() {
@@ -148,23 +156,12 @@ std::vector<Tensor> ParamGroup::pending_gradients() {
 }
 
 void ParamGroup::reset() {
-  for (GatherBucket& bucket : gathers_) {
-    try {
-      bucket.work.wait();
-    } catch (const std::exception&) {
-      // The error that brought us here is the one to report.
-    }
-    bucket.gathered = bucket.part = Tensor();
-  }
+  drop_gather();
   for (FSDPParam& param : params_) {
-    if (!param.is_sharded()) {
-      param.to_sharded();
-    }
     if (Tensor alive = param.param(); alive.defined()) {
       param.gradient.abandon(alive, param.fqn());
     }
   }
-  state_ = DataState::kSharded;
   in_backward_ = reduced_unused_ = false;
 }
 

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -14,6 +15,8 @@
 #include <ATen/core/Tensor.h>
 
 namespace fsdp2::detail {
+
+class ModuleState;
 
 struct NamedTensor {
   std::string fqn;
@@ -29,12 +32,15 @@ class ManagedCollector {
   void visit(const torch::nn::Module& module, const std::string& prefix);
 
   std::vector<NamedTensor> params, buffers;
+  /// Those that have parameters below already, from earlier calls.
+  std::vector<std::shared_ptr<ModuleState>> owners;
 
  private:
   void add(const at::Tensor& param, const std::string& fqn);
   void check_own_memory(const at::Tensor& param, const std::string& fqn);
 
   bool distributed_;
+  std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> owner_of_;
   std::unordered_set<const torch::nn::Module*> modules_;
   std::unordered_set<const c10::TensorImpl*> tensors_, ignored_;
   std::map<const char*, std::pair<const char*, std::string>> memory_;  // begin; end and name

@@ -64,18 +64,21 @@ void ModuleState::become_root(const torch::nn::Module& module) {
                 "of the outermost module first");
   }
   check_tied_parameters(module);
+  check_all_parameters_taken(module);
   check_ranks_agree();
   context->states.clear();
   for (const auto& state : states) {
+    // What was set on a nested handle before there was a root.
+    context->is_last_backward &= state->context->is_last_backward;
+    if (state->context->post_optim_event) context->post_optim_event = state->context->post_optim_event;
     state->context = context;
     state->in_tree_ = true;
     for (const auto& group : state->groups) {
       group->context = context;
-      context->max_input_buffers =
-          std::max(context->max_input_buffers, static_cast<size_t>(group->settings.max_input_buffers));
     }
     context->states.push_back(state);
   }
+  context->update_max_input_buffers();
   name_from(module);
   is_root_ = true;
   if (reshard_is_default_) {
@@ -105,7 +108,8 @@ std::string line_at(const std::string& text, size_t position) {
   return begin >= text.size() ? std::string("nothing") : text.substr(begin, text.find('\n', begin) - begin);
 }
 
-void check_equal_on_all_ranks(const std::string& mine, const ProcessGroup& group) {
+/// Empty where all ranks of the group have the same text.
+std::string difference_between_ranks(const std::string& mine, const ProcessGroup& group) {
   const std::vector<std::string> all = all_gather_strings(mine, group);
   for (size_t rank = 1; rank < all.size(); ++rank) {
     if (all[rank] == all[0]) {
@@ -113,10 +117,10 @@ void check_equal_on_all_ranks(const std::string& mine, const ProcessGroup& group
     }
     size_t at = 0;
     while (at < all[0].size() && at < all[rank].size() && all[0][at] == all[rank][at]) ++at;
-    FSDP2_THROW(kInvalidArgument, "[fsdp] ranks built different sharded models: rank 0 of the mesh has \"",
-                line_at(all[0], at), "\" where rank ", rank, " has \"", line_at(all[rank], at),
-                "\"; every rank must build the same model and call fully_shard with the same options");
+    return c10::str("rank 0 of the mesh has \"", line_at(all[0], at), "\" where rank ", rank, " has \"",
+                    line_at(all[rank], at), "\"");
   }
+  return "";
 }
 
 std::string type_names(const ModuleState& state) {
@@ -138,8 +142,9 @@ void ModuleState::check_ranks_agree() const {
   for (const auto& state : tree()) {
     for (const auto& group : state->groups) {
       std::string text;
+      const std::string settings = state->policy_text() + group->settings_text();
       for (const FSDPParam& param : group->params()) {
-        text += c10::str(param.fqn(), " ", at::IntArrayRef(param.sizes()), " ", param.orig_dtype(),
+        text += c10::str(settings, param.fqn(), " ", at::IntArrayRef(param.sizes()), " ", param.orig_dtype(),
                          param.requires_grad() ? " trainable" : " frozen", " in ", type_names(*state),
                          state->reshard_after_forward_ ? "" : ", kept after forward", ", ",
                          to_string(param.sharded_spec().placements), "\n");
@@ -153,9 +158,28 @@ void ModuleState::check_ranks_agree() const {
       }
     }
   }
+  // In an order that no rank's own modules decide.
+  std::sort(texts.begin(), texts.end(), [](const auto& a, const auto& b) {
+    return get_process_group_ranks(a.first) < get_process_group_ranks(b.first);
+  });
+  std::string first;  // all groups are asked first: the others wait for this rank there
   for (const auto& [group, text] : texts) {
-    check_equal_on_all_ranks(text, group);
+    const std::string difference = difference_between_ranks(text, group);
+    if (first.empty()) first = difference;
   }
+  FSDP2_CHECK(first.empty(), kInvalidArgument, "[fsdp] ranks built different sharded models: ", first,
+              "; every rank must build the same model and call fully_shard with the same options");
+}
+
+/// What else must be the same on every rank.
+std::string ModuleState::policy_text() const {
+  std::string text;
+  const auto add = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
+    if (dtype) text += c10::str(name, " ", *dtype, ", ");
+  };
+  add("param_dtype", policy_.param_dtype);
+  add("reduce_dtype", policy_.reduce_dtype);
+  return text;
 }
 
 void ModuleState::check_written() const {
@@ -168,7 +192,6 @@ void ModuleState::enter_iteration() {
   context->recover_if_interrupted();
   context->iteration_root = this;
   if (const auto event = std::move(context->post_optim_event)) {
-    context->post_optim_event = nullptr;
     if (!device.is_cpu()) {
       event->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     }
@@ -241,10 +264,14 @@ bool ModuleState::note_member_ran(const torch::nn::Module& module) {
   return ran_.size() == modules_.size();
 }
 
-void ModuleState::complete_forward(bool backward_follows) {
+void ModuleState::forget_pass() noexcept {
   ran_.clear();
-  in_pass_ = false;
+  in_pass_ = depth_ > 0;
   backward_follows_ = false;
+}
+
+void ModuleState::complete_forward(bool backward_follows) {
+  forget_pass();
   if (reshard_after_forward_) {
     for (const auto& group : groups) group->reshard_after_forward(backward_follows);
   }
@@ -282,16 +309,14 @@ void ModuleState::post_forward(const torch::nn::Module& module, const TensorPoin
   convert_outputs(outputs);
 }
 
-void ModuleState::abandon_forward(const torch::nn::Module&) noexcept {
+void ModuleState::abandon_forward() noexcept {
   depth_ = depth_ > 0 ? depth_ - 1 : 0;
   if (depth_ > 0) {
     return;
   }
   try {
     buffer_cast.end();
-    ran_.clear();
-    in_pass_ = false;
-    backward_follows_ = false;
+    forget_pass();
     if (reshard_after_forward_) {
       for (const auto& group : groups) group->reshard();
     }
@@ -300,6 +325,9 @@ void ModuleState::abandon_forward(const torch::nn::Module&) noexcept {
   }
   if (context->iteration_root == this) {
     context->iteration_root = nullptr;
+    for (const auto& weak : context->states) {  // lists that ran in part
+      if (const auto state = weak.lock(); state && state->depth_ == 0) state->forget_pass();
+    }
   }
 }
 
@@ -352,9 +380,7 @@ void ModuleState::post_backward() {
 
 void ModuleState::finish_backward() {
   buffer_cast.end();
-  ran_.clear();
-  in_pass_ = depth_ > 0;
-  backward_follows_ = false;
+  forget_pass();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
     (*group)->post_backward(true);
   }
@@ -362,9 +388,7 @@ void ModuleState::finish_backward() {
 
 void ModuleState::reset() {
   buffer_cast.end();
-  ran_.clear();
-  in_pass_ = depth_ > 0;
-  backward_follows_ = false;
+  forget_pass();
   forward_positions.clear();
   for (const auto& group : groups) {
     group->reset();
@@ -375,15 +399,20 @@ void pre_forward(ModuleState& state, const torch::nn::Module& module, const Tens
   try {
     state.pre_forward(module, inputs);
   } catch (...) {
-    state.abandon_forward(module);
+    state.abandon_forward();
     throw;
   }
 }
 
 void post_forward(ModuleState& state, const torch::nn::Module& module, const TensorPointers& outputs) {
-  state.post_forward(module, outputs);
+  try {
+    state.post_forward(module, outputs);
+  } catch (...) {
+    state.undo_leave();  // abandon_forward follows and leaves again
+    throw;
+  }
 }
 
-void abandon_forward(ModuleState& state, const torch::nn::Module& module) noexcept { state.abandon_forward(module); }
+void abandon_forward(ModuleState& state) noexcept { state.abandon_forward(); }
 
 }  // namespace fsdp2::detail

@@ -7,7 +7,9 @@
 
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "fsdp/buffer_cast.h"
@@ -24,7 +26,8 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
 
   void pre_forward(const torch::nn::Module& module, const TensorPointers& inputs);
   void post_forward(const torch::nn::Module& module, const TensorPointers& outputs);
-  void abandon_forward(const torch::nn::Module& module) noexcept;
+  void abandon_forward() noexcept;
+  void undo_leave() noexcept { ++depth_; }
   void pre_backward();
   /// Gradients of the modules' inputs are there.
   void post_backward();
@@ -62,11 +65,13 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   void name_from(const torch::nn::Module& root);
   void check_written() const;
   void check_ranks_agree() const;
+  std::string policy_text() const;
   void enter_iteration();
   void convert_inputs(const TensorPointers& inputs) const;
   void convert_outputs(const TensorPointers& outputs) const;
   bool note_member_ran(const torch::nn::Module& module);
   void complete_forward(bool backward_follows);
+  void forget_pass() noexcept;
   void prefetch_backward();
 
   std::vector<std::weak_ptr<torch::nn::Module>> modules_;
@@ -93,7 +98,7 @@ void purge_states() noexcept;
 std::vector<std::shared_ptr<ModuleState>> states_under(const torch::nn::Module& module);
 /// Those of all modules of this process, each once.
 std::vector<std::shared_ptr<ModuleState>> all_states();
-/// The state whose group has this parameter; null where it is not one of fully_shard's.
-std::shared_ptr<ModuleState> owner_of(const Tensor& param);
+/// For every parameter of a group the state that has the group, and the group's name for it.
+std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> parameter_owners();
 
 }  // namespace fsdp2::detail

@@ -110,15 +110,18 @@ void ParamGroup::install_leaf_hooks(const std::shared_ptr<void>& owner_token) {
     if (leaves_[i]) {  // of another group before
       leaves_[i]->group = weak_from_this();
       leaves_[i]->index = i;
+      if (const auto held = leaves_[i]->owner_token.lock()) *held = owner_token;
       continue;
     }
-    leaves_[i] = std::make_shared<LeafTarget>(LeafTarget{weak_from_this(), i});
+    leaves_[i] = std::make_shared<LeafTarget>(LeafTarget{weak_from_this(), i, {}});
     if (!at::isFloatingType(param.scalar_type()) && !at::isComplexType(param.scalar_type())) {
       continue;  // can never require a gradient
     }
     const bool trainable = param.requires_grad();
     param.unsafeGetTensorImpl()->set_requires_grad(true);  // a frozen parameter may be unfrozen later
-    param.register_hook([target = leaves_[i], owner_token](const Tensor& gradient) {
+    const auto token = std::make_shared<std::shared_ptr<void>>(owner_token);
+    leaves_[i]->owner_token = token;
+    param.register_hook([target = leaves_[i], token](const Tensor& gradient) {
       if (const auto group = target->group.lock()) {
         group->on_leaf_gradient(target->index, gradient);
       }
@@ -167,6 +170,15 @@ void ParamGroup::keep_parts_over(std::optional<DeviceMesh> mesh) {
 }
 
 c10::Device ParamGroup::compute_device() const { return offload_ ? device_ : params_.front().device(); }
+
+std::string ParamGroup::settings_text() const {
+  std::string text;
+  if (part_mesh_) text += c10::str("kept over ", part_mesh_->size(1), " ranks, ");
+  if (settings.divide_factor) text += c10::str("divide factor ", *settings.divide_factor, ", ");
+  if (settings.reduce_unused) text += "unused parameters reduced, ";
+  if (!settings.unshard_in_backward) text += "not gathered in backward, ";
+  return text;
+}
 
 void ParamGroup::set_fqns(const std::vector<std::string>& fqns) {
   for (size_t i = 0; i < params_.size(); ++i) {

@@ -50,6 +50,7 @@ struct GatherBucket {
 struct LeafTarget {
   std::weak_ptr<ParamGroup> group;
   size_t index = 0;
+  std::weak_ptr<std::shared_ptr<void>> owner_token;  // held by the hook, so alive as long as the parameter
 };
 
 /// Users' choices for one group. FSDPModule's methods say what each does.
@@ -113,14 +114,13 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   /// Backward reached the group's modules. Returns false where it was there already.
   bool enter_backward();
-  bool in_backward() const { return in_backward_; }
   /// After the gradients of the group's modules are there (or, with `at_end`, when backward is over).
   void post_backward(bool at_end);
   /// Backward threw: what it began to accumulate is dropped, earlier gradients are back in their slots.
   void interrupt_backward() noexcept;
   /// Users' hooks of these parameters, whose gradients are final. Reshards first: a hook may step an optimizer.
   void run_post_accumulate_hooks(const std::vector<size_t>& indices);
-  /// Reduces what is pending, outside backward.
+  /// Starts the reduction of what is pending, outside backward; the context finishes it.
   void synchronize_gradients();
   std::vector<Tensor> pending_gradients();
   /// After an exception.
@@ -128,6 +128,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   /// Names the group in texts: its first parameter and how many more.
   const std::string& label() const { return label_; }
+  /// Settings that must be the same on every rank, where they are not the defaults.
+  std::string settings_text() const;
   void set_fqns(const std::vector<std::string>& fqns);
   /// The caller knows that values were written through raw pointers.
   void mark_written();
@@ -148,7 +150,11 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void adopt_foreign_data();
   void build_gather_buckets();
   void check_ready();
+  ProcessGroup reduce_scatter_group() const {
+    return settings.reduce_scatter_group ? settings.reduce_scatter_group : mesh_.shard_group;
+  }
   // gathering.cpp
+  void drop_gather() noexcept;
   void start_gather(GatherBucket& bucket);
   Tensor gather_input(const GatherBucket& bucket) const;
   void finish_gather(GatherBucket& bucket);

@@ -40,6 +40,12 @@ void ReductionQueue::finish_oldest() {
   oldest->finish();
 }
 
-void ReductionQueue::abandon() noexcept { running_.clear(); }
+void ReductionQueue::abandon(const TrainingContext& context) noexcept {
+  std::erase_if(running_, [&](const auto& each) {
+    const bool ours = each->group().context.get() == &context;
+    if (ours) each->abandon();
+    return ours;
+  });
+}
 
 }  // namespace fsdp2::detail

@@ -11,6 +11,7 @@ namespace fsdp2::detail {
 
 class GradientReduction;
 class ParamGroup;
+class TrainingContext;
 
 /// Reductions in flight, oldest first. Trees that share_comm_ctx() joined have one together.
 class ReductionQueue {
@@ -21,8 +22,8 @@ class ReductionQueue {
   void start(std::shared_ptr<ParamGroup> group, std::vector<std::pair<size_t, at::Tensor>> gradients, bool all_reduce,
              size_t max_inputs);
   void finish_all();
-  /// Drops what is in flight, after an exception.
-  void abandon() noexcept;
+  /// Drops what is in flight for this tree, after an exception.
+  void abandon(const TrainingContext& context) noexcept;
 
  private:
   void finish_oldest();

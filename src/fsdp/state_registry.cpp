@@ -117,15 +117,16 @@ std::vector<std::shared_ptr<ModuleState>> all_states() {
   return states;
 }
 
-std::shared_ptr<ModuleState> owner_of(const Tensor& param) {
-  for (auto& state : all_states()) {
+std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> parameter_owners() {
+  std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> owners;
+  for (const auto& state : all_states()) {
     for (const auto& group : state->groups) {
-      for (const FSDPParam& each : group->params()) {
-        if (each.param().is_same(param)) return state;
+      for (const FSDPParam& param : group->params()) {
+        owners.emplace(param.param().unsafeGetTensorImpl(), std::make_pair(state, param.fqn()));
       }
     }
   }
-  return nullptr;
+  return owners;
 }
 
 }  // namespace fsdp2::detail

@@ -7,6 +7,7 @@
 
 #include <fsdp2/error.h>
 
+#include "fsdp/ignored_params.h"
 #include "fsdp/module_state.h"
 
 namespace fsdp2::detail {
@@ -26,15 +27,7 @@ using Visitor = std::function<void(const Use&)>;
 
 class ParameterWalk {
  public:
-  explicit ParameterWalk(Visitor visitor) : visitor_(std::move(visitor)) {
-    for (const auto& state : all_states()) {
-      for (const auto& group : state->groups) {
-        for (const FSDPParam& param : group->params()) {
-          owners_.emplace(param.param().unsafeGetTensorImpl(), std::make_pair(state, param.fqn()));
-        }
-      }
-    }
-  }
+  explicit ParameterWalk(Visitor visitor) : visitor_(std::move(visitor)), owners_(parameter_owners()) {}
 
   void visit(const torch::nn::Module& module, const std::string& prefix, States around) {
     if (auto state = state_of(module)) {
@@ -65,8 +58,11 @@ bool contains(const States& states, const std::shared_ptr<ModuleState>& state) {
 
 }  // namespace
 
-std::vector<MisplacedParameter> misplaced_parameters(const torch::nn::Module& root) {
-  const States below = states_under(root);
+std::vector<MisplacedParameter> misplaced_parameters(const std::vector<std::shared_ptr<torch::nn::Module>>& roots) {
+  States below;
+  for (const auto& root : roots) {
+    for (auto& state : states_under(*root)) below.push_back(std::move(state));
+  }
   std::vector<MisplacedParameter> found;
   ParameterWalk walk([&](const Use& use) {
     const bool known =
@@ -75,7 +71,7 @@ std::vector<MisplacedParameter> misplaced_parameters(const torch::nn::Module& ro
       found.push_back({use.param, use.owner});
     }
   });
-  walk.visit(root, "", {});
+  for (const auto& root : roots) walk.visit(*root, "", {});
   return found;
 }
 
@@ -89,6 +85,19 @@ void check_tied_parameters(const torch::nn::Module& root) {
         "once on the list of them, fully_shard({a, b})");
   });
   walk.visit(root, "", {});
+}
+
+void check_all_parameters_taken(const torch::nn::Module& root) {
+  const auto owners = parameter_owners();
+  for (const auto& named : root.named_parameters()) {
+    const Tensor& param = named.value();
+    if (!param.defined() || !param.requires_grad() || is_marked(param) || is_ignored_param(param)) {
+      continue;
+    }
+    FSDP2_CHECK(owners.count(param.unsafeGetTensorImpl()) != 0, kUsage, "[fsdp] parameter ", named.key(), " of ",
+                root.name(), " was registered after fully_shard, so nothing would reduce its gradient; call fully_shard "
+                "when the model is complete, or list it in ignored_params");
+  }
 }
 
 }  // namespace fsdp2::detail

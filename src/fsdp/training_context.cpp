@@ -93,10 +93,9 @@ void TrainingContext::finish_backward() {
     drop_pending_gathers();
   }
   finish_reductions();
-  for (const auto& [group, param] : std::exchange(hooks_at_end_, {})) {
-    group->run_post_accumulate_hooks({param});
+  for (const auto& [weak, param] : std::exchange(hooks_at_end_, {})) {
+    if (const auto group = weak.lock()) group->run_post_accumulate_hooks({param});
   }
-  check_reductions_agree();
   if (is_last_backward) {
     clear_forward_order();
   }
@@ -111,56 +110,70 @@ void TrainingContext::reduce(const std::shared_ptr<ParamGroup>& group,
   reductions->start(group, std::move(gradients), all_reduce, max_input_buffers);
 }
 
+namespace {
+
+/// What this rank reduced over one process group.
+struct ReducedOver {
+  ProcessGroup over;
+  c10::Device device;
+  uint64_t hash = 0x9e3779b97f4a7c15;
+  std::string names = {};
+
+  void add(ParamGroup& group, const std::vector<size_t>& params) {
+    const auto mix = [this](uint64_t value) { hash = (hash ^ value) * 0xff51afd7ed558ccd + (hash >> 29); };
+    mix(std::hash<std::string>()(group.label()));
+    for (const size_t index : params) {
+      mix(index + 1);
+      names += (names.empty() ? "" : ", ") + group.params()[index].fqn();
+    }
+  }
+
+  /// Empty where all ranks of the group reduced the same.
+  std::string difference() const {
+    const c10::InferenceMode normal_tensors(false);
+    const at::NoGradGuard no_grad;
+    const auto options = at::TensorOptions(at::kLong).device(device);
+    at::Tensor mine = at::full({1}, static_cast<int64_t>(hash), options);
+    at::Tensor all = at::empty({over->getSize()}, options);
+    all_gather(all, mine, over, {"the check that ranks reduced the same gradients"}).wait();
+    if (all.eq(mine).all().item<bool>()) {
+      return "";
+    }
+    const std::vector<std::string> of_ranks = all_gather_strings(names, over);
+    size_t other = 1;
+    while (other + 1 < of_ranks.size() && of_ranks[other] == of_ranks[0]) ++other;
+    return c10::str("rank 0 of the mesh those of ", of_ranks[0], "; rank ", other, " those of ", of_ranks[other]);
+  }
+};
+
+}  // namespace
+
 // Ranks that used different parameters of a group would add the gradients of one to another's wherever the sizes
-// happen to agree. One small exchange a backward (and mesh axis) tells.
+// happen to agree. One small exchange a backward and process group tells.
 void TrainingContext::check_reductions_agree() {
   const int level = debug_level();
-  if (reduced_.empty() || level == 0 || (level < 0 && !reduced_.front().first->compute_device().is_cpu())) {
-    reduced_.clear();
-    return;
-  }
-  uint64_t hash = 0x9e3779b97f4a7c15;
-  const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0xff51afd7ed558ccd + (hash >> 29); };
-  std::vector<ProcessGroup> groups;
-  for (const auto& [group, params] : reduced_) {
-    mix(std::hash<std::string>()(group->label()));
-    for (const size_t index : params) mix(index + 1);
-    for (const ProcessGroup& each : group->mesh().groups()) {
-      if (std::find(groups.begin(), groups.end(), each) == groups.end()) groups.push_back(each);
+  std::vector<ReducedOver> all;
+  for (const auto& [weak, params] : std::exchange(reduced_, {})) {
+    const auto group = weak.lock();
+    if (!group || level == 0 || (level < 0 && !group->compute_device().is_cpu())) {
+      continue;
+    }
+    for (const ProcessGroup& over : group->mesh().groups()) {
+      auto known = std::find_if(all.begin(), all.end(), [&](const auto& each) { return each.over == over; });
+      if (known == all.end()) {
+        known = all.insert(all.end(), ReducedOver{over, group->compute_device()});
+      }
+      known->add(*group, params);
     }
   }
-  try {
-    for (const ProcessGroup& group : groups) {
-      check_agree_over(group, static_cast<int64_t>(hash));
-    }
-  } catch (...) {
-    reduced_.clear();
-    throw;
+  std::string first;  // all groups are asked first: the others wait for this rank there
+  for (const ReducedOver& each : all) {
+    const std::string difference = each.difference();
+    if (first.empty()) first = difference;
   }
-  reduced_.clear();
-}
-
-void TrainingContext::check_agree_over(const ProcessGroup& over, int64_t mine) {
-  const c10::InferenceMode normal_tensors(false);
-  const at::NoGradGuard no_grad;
-  const auto options = at::TensorOptions(at::kLong).device(reduced_.front().first->compute_device());
-  at::Tensor own = at::full({1}, mine, options), all = at::empty({over->getSize()}, options);
-  all_gather(all, own, over, {"the check that ranks reduced the same gradients"}).wait();
-  if (all.eq(own).all().item<bool>()) {
-    return;
-  }
-  std::string names;
-  for (const auto& [group, params] : reduced_) {
-    for (const size_t index : params) names += (names.empty() ? "" : ", ") + group->params()[index].fqn();
-  }
-  const std::vector<std::string> of_ranks = all_gather_strings(names, over);
-  size_t other = 1;
-  while (other + 1 < of_ranks.size() && of_ranks[other] == of_ranks[0]) ++other;
-  FSDP2_THROW(kUsage,
-              "[fsdp] ranks reduced gradients of different parameters in one backward, so the gradients are "
-              "wrong: rank 0 of the mesh those of ",
-              of_ranks[0], "; rank ", other, " those of ", of_ranks[other],
-              ". Every rank must use the same parameters in each step; call zero_grad() and mend the forward");
+  FSDP2_CHECK(first.empty(), kUsage, "[fsdp] ranks reduced gradients of different parameters in one backward, so the "
+              "gradients are wrong: ", first, ". Every rank must use the same parameters in each step; call zero_grad() "
+              "and mend the forward");
 }
 
 void TrainingContext::drop_pending_gathers() {
@@ -205,7 +218,21 @@ void TrainingContext::clear_forward_order() {
   forward_order_.clear();
 }
 
-void TrainingContext::finish_reductions() { reductions->finish_all(); }
+void TrainingContext::finish_reductions() {
+  reductions->finish_all();
+  check_reductions_agree();
+}
+
+void TrainingContext::update_max_input_buffers() {
+  max_input_buffers = 1;
+  for (const auto& weak : states) {
+    if (const auto state = weak.lock()) {
+      for (const auto& group : state->groups) {
+        max_input_buffers = std::max(max_input_buffers, static_cast<size_t>(group->settings.max_input_buffers));
+      }
+    }
+  }
+}
 
 void TrainingContext::note_hooks(const std::shared_ptr<ParamGroup>& group, size_t param) {
   hooks_at_end_.emplace_back(group, param);
@@ -216,7 +243,7 @@ void TrainingContext::reset() {
   reduced_.clear();
   hooks_at_end_.clear();
   iteration_root = nullptr;
-  reductions->abandon();
+  reductions->abandon(*this);
   clear_forward_order();
   for (const auto& weak : states) {
     if (const auto state = weak.lock()) {

@@ -30,8 +30,6 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   std::shared_ptr<c10::Event> post_optim_event;  // for the next forward of the root
   std::shared_ptr<ReductionQueue> reductions;
 
-  const std::string& label() const { return label_; }
-
   /// Called by every hook in backward; the first one of a backward queues finish_backward for its end.
   void enter_backward();
   /// Frees what was gathered ahead and not used after all: an optimizer step would leave it with old values.
@@ -47,7 +45,10 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   /// Starts a reduction of (index of parameter, whole gradient) of the group.
   void reduce(const std::shared_ptr<ParamGroup>& group, std::vector<std::pair<size_t, at::Tensor>> gradients,
               bool all_reduce);
+  /// Waits for all reductions; ranks compare what they reduced. At the end of backward, or of a reduction outside it.
   void finish_reductions();
+  /// After a group's setting changed.
+  void update_max_input_buffers();
   void reset();
 
   /// `param`'s gradient came without a reduction; its hooks run at the end of backward.
@@ -58,14 +59,14 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   void finish_backward();
   void interrupt_backward() noexcept;
   void check_reductions_agree();
-  void check_agree_over(const ProcessGroup& over, int64_t mine);
   void warn_of_second_root(int graph_task) const;
 
   std::string label_;
   int graph_task_ = -1;  // autograd's number of the backward under way
   std::vector<std::weak_ptr<ModuleState>> forward_order_;
-  std::vector<std::pair<std::shared_ptr<ParamGroup>, std::vector<size_t>>> reduced_;  // in this backward
-  std::vector<std::pair<std::shared_ptr<ParamGroup>, size_t>> hooks_at_end_;
+  // Of this backward. Weak: groups hold this object.
+  std::vector<std::pair<std::weak_ptr<ParamGroup>, std::vector<size_t>>> reduced_;
+  std::vector<std::pair<std::weak_ptr<ParamGroup>, size_t>> hooks_at_end_;
 };
 
 }  // namespace fsdp2::detail

@@ -18,8 +18,8 @@ namespace fsdp2 {
 // Note [Meshes and their groups]
 // A mesh holds its global ranks as a row-major array, and one group per axis: the ranks that differ from this one
 // in that coordinate only. Groups come from detail::shared_group, keyed by their ranks, so equal meshes share
-// communicators. A group is made by all ranks of the job together, hence every constructor walks the groups of
-// every coordinate, in the same order everywhere, and keeps its own.
+// communicators. Its members alone make a group, under a name that follows from the ranks, so ranks outside, or whose
+// sub-mesh is another one, need not take part.
 struct DeviceMesh::Impl {
   c10::DeviceType device_type = c10::DeviceType::CPU;
   std::vector<int64_t> shape;
@@ -27,9 +27,6 @@ struct DeviceMesh::Impl {
   std::vector<std::string> names;
   std::vector<ProcessGroup> groups;  // one per axis; null where this rank is outside
   std::optional<std::vector<int64_t>> coordinate;
-  std::shared_ptr<const Impl> root;  // the mesh that this one was cut from; null for a root
-  // The rank lists (row-major, of this shape) that all ranks together hold in this mesh's place; empty if unknown.
-  std::vector<std::vector<int>> siblings;
 };
 
 namespace {
@@ -83,24 +80,15 @@ std::vector<std::vector<int>> lines_along(const std::vector<int>& ranks, const s
   return lines;
 }
 
-/// Makes the groups of every line and returns the one that this rank is in.
-ProcessGroup own_group(const std::vector<std::vector<int>>& lines, int my_rank, const std::string& purpose = "") {
-  ProcessGroup mine;
-  for (const std::vector<int>& line : lines) {
-    ProcessGroup group = detail::shared_group(line, purpose);
+/// Of the line along `axes` that this rank is in; undefined outside.
+ProcessGroup own_group(const DeviceMesh::Impl& mesh, const std::vector<int64_t>& axes, const std::string& purpose = "") {
+  const int my_rank = detail::require_world("a mesh's group").rank;
+  for (const std::vector<int>& line : lines_along(mesh.ranks, mesh.shape, axes)) {
     if (std::find(line.begin(), line.end(), my_rank) != line.end()) {
-      mine = std::move(group);
+      return detail::shared_group(line, purpose);
     }
   }
-  return mine;
-}
-
-std::vector<int64_t> root_axes_of(const DeviceMesh::Impl& root, const std::vector<std::string>& names) {
-  std::vector<int64_t> axes;
-  for (const std::string& name : names) {
-    axes.push_back(std::find(root.names.begin(), root.names.end(), name) - root.names.begin());
-  }
-  return axes;
+  return {};
 }
 
 void check_names(const std::vector<std::string>& names, size_t ndim) {
@@ -152,65 +140,25 @@ std::shared_ptr<DeviceMesh::Impl> describe(c10::DeviceType device_type, std::vec
 std::shared_ptr<const DeviceMesh::Impl> make(c10::DeviceType device_type, std::vector<int> ranks,
                                              std::vector<int64_t> shape, std::vector<std::string> names) {
   auto impl = describe(device_type, std::move(ranks), std::move(shape), std::move(names));
-  const int my_rank = detail::require_world("a DeviceMesh").rank;
   for (int64_t axis = 0; axis < static_cast<int64_t>(impl->shape.size()); ++axis) {
-    impl->groups.push_back(own_group(lines_along(impl->ranks, impl->shape, {axis}), my_rank));
+    impl->groups.push_back(own_group(*impl, {axis}));
   }
-  impl->siblings = {impl->ranks};
   return impl;
 }
 
 }  // namespace
 
-namespace {
-
-/// The rank lists of the meshes that other ranks hold in this one's place, to make groups of together.
-const std::vector<std::vector<int>>& siblings_of(const DeviceMesh::Impl& mesh) {
-  FSDP2_CHECK(
-      !mesh.siblings.empty(), kUnsupported, "[device_mesh] a mesh of shape ", shape_text(mesh.shape),
-      " that from_group made of a part of the ranks cannot be cut into further groups, since its ranks do not know "
-      "the other parts; make it with init_device_mesh and pick the axis by name");
-  return mesh.siblings;
-}
-
-}  // namespace
-
-ProcessGroup detail::separate_group(const DeviceMesh& mesh, int64_t axis, const std::string& purpose) {
+ProcessGroup detail::MeshGroups::separate_group(const DeviceMesh& mesh, int64_t axis, const std::string& purpose) {
   mesh.size(axis);  // checks it
-  const int my_rank = require_world("a process group").rank;
-  ProcessGroup mine;
-  for (const std::vector<int>& ranks : siblings_of(*mesh.impl_)) {
-    if (ProcessGroup group = own_group(lines_along(ranks, mesh.shape(), {axis}), my_rank, purpose)) {
-      mine = std::move(group);
-    }
-  }
-  return mine;
+  return own_group(*mesh.impl_, {axis}, purpose);
 }
 
-DeviceMesh detail::split_mesh(const DeviceMesh& mesh, int64_t part) {
+DeviceMesh detail::MeshGroups::split(const DeviceMesh& mesh, int64_t part) {
   const int64_t size = mesh.size();
   FSDP2_CHECK(part >= 1 && size % part == 0, kInvalidArgument, "[device_mesh] ", size,
-              " ranks cannot be split into "
-              "parts of ",
-              part);
-  const std::vector<int64_t> shape = {size / part, part};
-  const int my_rank = require_world("a mesh").rank;
-  std::shared_ptr<DeviceMesh::Impl> mine;
-  for (const std::vector<int>& ranks : siblings_of(*mesh.impl_)) {
-    std::vector<ProcessGroup> groups;
-    for (const int64_t axis : {0, 1}) {
-      groups.push_back(own_group(lines_along(ranks, shape, {axis}), my_rank));
-    }
-    if (!mine || std::find(ranks.begin(), ranks.end(), my_rank) != ranks.end()) {
-      mine = describe(mesh.impl_->device_type, ranks, shape, {});
-      mine->groups = std::move(groups);
-    }
-  }
-  mine->siblings = mesh.impl_->siblings;
-  return DeviceMesh(std::move(mine));
+              " ranks cannot be split into parts of ", part);
+  return DeviceMesh(make(mesh.device_type(), mesh.impl_->ranks, {size / part, part}, {}));
 }
-
-bool detail::is_root_mesh(const DeviceMesh& mesh) { return mesh.impl_->root == nullptr; }
 
 DeviceMesh::DeviceMesh(c10::DeviceType device_type, const Tensor& ranks, std::vector<std::string> dim_names) {
   std::vector<int> values = rank_vector(ranks);
@@ -288,8 +236,6 @@ DeviceMesh DeviceMesh::submesh(const std::vector<std::string>& names) const {
   for (const int64_t axis : axes) {
     impl->groups.push_back(impl_->groups[axis]);
   }
-  impl->root = impl_->root ? impl_->root : impl_;
-  impl->siblings = lines_along(impl->root->ranks, impl->root->shape, root_axes_of(*impl->root, names));
   return DeviceMesh(std::move(impl));
 }
 
@@ -302,18 +248,14 @@ DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& names, const std:
                   std::set(axes.begin(), axes.end()).size() == axes.size(),
               kInvalidArgument, "[device_mesh] flatten got \"", c10::Join("\", \"", names),
               "\"; expected names of this mesh in its order, each once: \"", c10::Join("\", \"", impl_->names), "\"");
-  // All lines of the root mesh are walked, so that ranks whose sub-meshes differ still make the same groups.
-  const Impl& root = impl_->root ? *impl_->root : *impl_;
-  const std::vector<std::vector<int>> lines = lines_along(root.ranks, root.shape, root_axes_of(root, names));
+  const std::vector<std::vector<int>> lines = lines_along(impl_->ranks, impl_->shape, axes);
   const int my_rank = detail::require_world("flatten").rank;
-  ProcessGroup group = own_group(lines, my_rank);
   const auto mine = std::find_if(lines.begin(), lines.end(), [&](const std::vector<int>& line) {
     return std::find(line.begin(), line.end(), my_rank) != line.end();
   });
   const std::vector<int>& line = mine != lines.end() ? *mine : lines.front();
   auto impl = describe(impl_->device_type, line, {static_cast<int64_t>(line.size())}, {new_name});
-  impl->groups.push_back(std::move(group));
-  impl->siblings = lines;
+  impl->groups.push_back(own_group(*impl_, axes));
   return DeviceMesh(std::move(impl));
 }
 
@@ -337,17 +279,6 @@ int64_t DeviceMesh::get_local_rank(const std::string& name) const { return get_l
 
 std::optional<std::vector<int64_t>> DeviceMesh::get_coordinate() const { return impl_->coordinate; }
 
-namespace {
-
-/// Of a mesh made of a part of the ranks, this rank does not know what the others hold.
-void keep_if_whole_world(DeviceMesh::Impl& mesh) {
-  if (static_cast<int>(mesh.ranks.size()) == detail::require_world("from_group").world_size) {
-    mesh.siblings = {mesh.ranks};
-  }
-}
-
-}  // namespace
-
 DeviceMesh DeviceMesh::from_group(const ProcessGroup& group, c10::DeviceType device_type,
                                   std::vector<std::string> dim_names) {
   FSDP2_CHECK(group.defined(), kInvalidArgument, "[device_mesh] from_group got an empty group");
@@ -355,7 +286,6 @@ DeviceMesh DeviceMesh::from_group(const ProcessGroup& group, c10::DeviceType dev
   const auto size = static_cast<int64_t>(ranks.size());
   auto impl = describe(device_type, std::move(ranks), {size}, std::move(dim_names));
   impl->groups.push_back(group);
-  keep_if_whole_world(*impl);
   return DeviceMesh(std::move(impl));
 }
 
@@ -376,7 +306,6 @@ DeviceMesh DeviceMesh::from_group(const std::vector<ProcessGroup>& groups, c10::
     }
   }
   impl->groups = groups;
-  keep_if_whole_world(*impl);
   return DeviceMesh(std::move(impl));
 }
 

@@ -145,7 +145,14 @@ ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purp
   for (size_t i = 0; is_world && i < ranks.size(); ++i) {
     is_world = ranks[i] == static_cast<int>(i);
   }
-  ProcessGroup group = is_world ? current.default_group : new_group(ranks);
+  ProcessGroup group = current.default_group;
+  if (!is_world) {
+    // The name follows from the members, who alone make the group; it is made once in the life of a job.
+    const std::string name = c10::str("mesh/", purpose, "/", c10::Join(",", ranks));
+    const auto position = std::find(ranks.begin(), ranks.end(), current.rank) - ranks.begin();
+    group = make_group(current, name, static_cast<int>(position), static_cast<int>(ranks.size()));
+    current.ranks_of.insert_or_assign(group.get(), ranks);
+  }
   current.shared.emplace(std::make_pair(ranks, purpose), group);
   return group;
 }

@@ -21,7 +21,7 @@ struct World {
   ProcessGroup default_group;
   int64_t groups_made = 0;  // equal on all ranks: groups are made collectively
   std::unordered_map<const c10d::ProcessGroup*, std::vector<int>> ranks_of;
-  // Meshes reuse groups of equal ranks and purpose; null where outside.
+  // Meshes reuse groups of equal ranks and purpose.
   std::map<std::pair<std::vector<int>, std::string>, ProcessGroup> shared;
 };
 
@@ -29,8 +29,8 @@ struct World {
 World* world();
 /// Throws kUsage without a process group; `what` names the caller.
 World& require_world(const char* what);
-/// The group of these global ranks (in this order), made at its first use. Collective over the default group.
-/// Groups of different `purpose` have connections of their own.
+/// The group of these global ranks (in this order), of which this one is one, made at its first use by all of them
+/// together. Groups of different `purpose` have connections of their own.
 ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purpose = "");
 
 /// Store shared by all ranks where they agree on `options`; fills rank, world_size, local_rank of `world`.

@@ -148,18 +148,19 @@ void check_same_so_far(const Tensor& so_far, const MeshPart& part) {
                       (std::isnan(values[rank]) && std::isnan(values[0]));
     FSDP2_CHECK(same, kUsage, "[clip_grad] ranks of the mesh of shape ", at::IntArrayRef(part.mesh.shape()),
                 " see different sums over the gradients on other meshes (", values[0], " and ", values[rank],
-                "): those "
-                "meshes hold different parameters in different places, e.g. experts, so there is no one total; call "
+                "): those meshes hold different parameters in different places, e.g. experts, so there is no one total; call "
                 "clip_grad_norm_ for the parameters of each mesh by itself");
   }
 }
 
 /// The sum over the ranks of the mesh, from one gather, so that every rank adds in the same order. `so_far`: of meshes
 /// before, must agree.
-double sum_over_mesh(const MeshPart& part, double order, const NormSum& sum, double so_far) {
+double sum_over_mesh(const MeshPart& part, double order, const NormSum& sum, double so_far, bool several_meshes) {
   // Several cut axes need one gather only where the mesh is the whole job, in which order does not matter.
-  const bool whole_job = part.split_axes.size() > 1 && part.mesh.size() == get_world_size();
-  const auto axes = whole_job ? detail::all_axes(part.mesh) : part.split_axes;
+  // Beside other meshes, replicas must agree on those as well.
+  const bool all = several_meshes || part.split_axes.size() > 1;
+  const bool whole_job = all && part.mesh.size() == get_world_size();
+  const auto axes = whole_job || several_meshes ? detail::all_axes(part.mesh) : part.split_axes;
   const auto coordinate = detail::coordinate_of_this_rank(part.mesh);
   std::vector<Tensor> counted;
   for (const auto* spec : part.gradients) {
@@ -173,18 +174,18 @@ double sum_over_mesh(const MeshPart& part, double order, const NormSum& sum, dou
   mine[0] = sum_of(counted, order, sum);
   mine[1] = so_far;
   mine = mine.to(detail::control_device(part.mesh));
-  Tensor all;
+  Tensor gathered;
   if (whole_job) {
-    all = at::empty({part.mesh.size(), 2}, mine.options());
-    detail::all_gather(all, mine, default_group(), {"clip_grad_norm_"}).wait();
+    gathered = at::empty({part.mesh.size(), 2}, mine.options());
+    detail::all_gather(gathered, mine, default_group(), {"clip_grad_norm_"}).wait();
   } else {
-    all = detail::gather_over_axes(mine, part.mesh, axes, "clip_grad_norm_").reshape({-1, 2});
+    gathered = detail::gather_over_axes(mine, part.mesh, axes, "clip_grad_norm_").reshape({-1, 2});
   }
-  all = all.cpu().t().contiguous();
-  check_same_so_far(all[1], part);
+  gathered = gathered.cpu().t().contiguous();
+  check_same_so_far(gathered[1], part);
   double total = sum.neutral();
-  for (int64_t index = 0; index < all.size(1); ++index) {
-    total = sum.add(total, all.const_data_ptr<double>()[index]);
+  for (int64_t index = 0; index < gathered.size(1); ++index) {
+    total = sum.add(total, gathered.const_data_ptr<double>()[index]);
   }
   return total;
 }
@@ -204,7 +205,7 @@ Tensor clip_grad_norm_(const std::vector<Tensor>& params, double max_norm, doubl
   const NormSum sum(norm_type);
   double total = sum.neutral();
   for (const auto& part : gradients.meshes) {
-    total = sum.add(total, sum_over_mesh(part, norm_type, sum, total));
+    total = sum.add(total, sum_over_mesh(part, norm_type, sum, total, gradients.meshes.size() > 1));
   }
   total = sum.to_norm(sum.add(total, sum_of(gradients.plain, norm_type, sum)));
   FSDP2_CHECK(!error_if_nonfinite || std::isfinite(total), kInvalidArgument, "[clip_grad] the total norm of order ",

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <unordered_set>
 
 #include <fsdp2/error.h>
@@ -185,13 +186,18 @@ void GradScaler::load_state_dict(const dcp::StateDict& state) {
   loaded.init_scale = state.at("scale").number();
   loaded.growth_factor = state.at("growth_factor").number();
   loaded.backoff_factor = state.at("backoff_factor").number();
-  loaded.growth_interval = static_cast<int>(state.at("growth_interval").integer());
-  const int64_t tracker = state.at("_growth_tracker").integer();
+  const auto count = [&](const char* key) {
+    const int64_t value = state.at(key).integer();
+    FSDP2_CHECK(value >= 0 && value <= std::numeric_limits<int>::max(), kInvalidArgument, "[grad_scaler] ", key, " is ",
+                value, "; it must lie in [0, ", std::numeric_limits<int>::max(), "]");
+    return static_cast<int>(value);
+  };
+  loaded.growth_interval = count("growth_interval");
+  const int tracker = count("_growth_tracker");
   check(loaded);
-  FSDP2_CHECK(tracker >= 0, kInvalidArgument, "[grad_scaler] _growth_tracker is ", tracker, "; it must be 0 or more");
   options_ = loaded;
   scale_ = static_cast<float>(loaded.init_scale);
-  finite_updates_ = static_cast<int>(tracker);
+  finite_updates_ = tracker;
 }
 
 }  // namespace fsdp2
