@@ -245,4 +245,8 @@ const std::vector<Arrangement> kByUser{
 RANKS_TEST(Casts, NormalisationLayersInBfloat16, 2) { expect_norms_work(torch::kBFloat16, kByUser); }
 RANKS_TEST(Casts, NormalisationLayersInFloat16, 2) { expect_norms_work(torch::kHalf, kByUser); }
 
+RANKS_TEST(Casts, NormalisationLayersWhoseBuffersThePolicyCasts, 2) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) expect_norms_work(dtype, {{Buffers::kCastByPolicy, false}});
+}
+
 }  // namespace
