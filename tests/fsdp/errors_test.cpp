@@ -86,11 +86,46 @@ RANKS_TEST(Errors, ACopyOfAShardedModuleIsNoModuleOfItsOwn, 2) {
   EXPECT_NO_THROW(layer(torch::ones({1, 3})).sum().backward());
 }
 
+RANKS_TEST(Errors, ParametersRegisteredAfterSharding, 2) {
+  struct GrowingImpl : torch::nn::Module {
+    GrowingImpl() { inner = register_module("inner", linear(2, 2)); }
+    Tensor forward(const Tensor& x) {
+      Tensor out = inner(x);
+      for (const auto& own : named_parameters(/*recurse=*/false)) out = out + own.value();
+      return adapter ? out + adapter(x) : out;
+    }
+    Linear inner{nullptr}, adapter{nullptr};
+  };
+  const Tensor x = torch::full({1, 2}, rank + 1.0);
+  auto late_parameter = std::make_shared<GrowingImpl>();
+  fully_shard(late_parameter);
+  late_parameter->register_parameter("late", torch::ones({2}));
+  EXPECT_FSDP2_ERROR(fsdp2::call(late_parameter, x).sum().backward(), kUsage, "late");
+  auto late_module = std::make_shared<GrowingImpl>();
+  fully_shard(late_module);
+  late_module->adapter = Linear(late_module->register_module("adapter", linear(2, 2).ptr()));
+  EXPECT_FSDP2_ERROR(fsdp2::call(late_module, x).sum().backward(), kUsage, "adapter.weight");
+  auto other_module = std::make_shared<GrowingImpl>();
+  fully_shard(other_module);
+  other_module->inner = Linear(other_module->replace_module("inner", linear(2, 2).ptr()));
+  EXPECT_FSDP2_ERROR(fsdp2::call(other_module, x).sum().backward(), kUsage, "inner.weight");
+  // Frozen or ignored ones need no reduction.
+  auto allowed = std::make_shared<GrowingImpl>();
+  const Tensor ignored = torch::ones({2}).requires_grad_();
+  fully_shard(allowed, {.ignored_params = {ignored}});
+  allowed->register_parameter("frozen", torch::ones({2}), /*requires_grad=*/false);
+  allowed->register_parameter("ignored", ignored);
+  EXPECT_NO_THROW(fsdp2::call(allowed, x).sum().backward());
+}
+
 // ----- meshes ------------------------------------------------------------------------------------------------------
 
 RANKS_TEST(Errors, MeshesOfTheWrongForm, 2) {
   EXPECT_REFUSED(with_mesh(init_device_mesh(torch::kCPU, {2, 1, 1})), kInvalidArgument, "3 axes");
   EXPECT_REFUSED(with_mesh(init_device_mesh(torch::kCPU, {1, 2})), kInvalidArgument, "names");
+  if (!torch::hasCUDA()) {
+    EXPECT_REFUSED(with_mesh(init_device_mesh(torch::kCUDA, {2})), kInvalidArgument, "cuda");
+  }
   const DeviceMesh part(torch::kCPU, torch::tensor({int64_t{1}}));
   if (rank == 0) {
     Linear layer = linear(2, 2);
