@@ -48,6 +48,9 @@ class TrainingContext::BackwardEnd {
 };
 
 void TrainingContext::interrupt_backward() noexcept {
+  reductions->abandon(*this);
+  reduced_.clear();
+  hooks_at_end_.clear();
   for (const auto& weak : states) {
     if (const auto state = weak.lock()) {
       for (const auto& group : state->groups) group->interrupt_backward();
@@ -188,6 +191,8 @@ void TrainingContext::drop_pending_gathers() {
 
 void TrainingContext::recover_if_interrupted() {
   if (graph_task_ != -1 && torch::autograd::get_current_graph_task_id() == -1) {
+    FSDP2_LOG_WARN("[fsdp] the backward before this forward of ", label_, " ended with an exception: gradients that it or "
+                   "earlier micro-batches left unreduced are dropped; call zero_grad() and begin the step again");
     reset();
   }
 }
