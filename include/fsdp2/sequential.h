@@ -43,7 +43,8 @@ struct ForwardOf<torch::nn::SequentialImpl> {
       value = call_step(*step, std::move(value));
     }
     const at::Tensor* result = value.try_get<at::Tensor>();
-    FSDP2_CHECK(result != nullptr, kUnsupported, "[fsdp] the last module of a Sequential returned something other than a "
+    FSDP2_CHECK(result != nullptr, kUnsupported,
+                "[fsdp] the last module of a Sequential returned something other than a "
                 "Tensor; call its modules one by one with fsdp2::call");
     return *result;
   }

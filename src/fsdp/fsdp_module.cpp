@@ -139,9 +139,10 @@ void FSDPModule::set_reduce_scatter_max_input_buffers(int count, bool recurse) {
 void FSDPModule::set_separate_reduce_scatter_group(bool enable, bool recurse) {
   for_groups(state(), recurse, [&](ParamGroup& group) {
     const detail::DataParallelMesh& mesh = group.mesh();
-    group.settings.reduce_scatter_group = enable && mesh.shard_axis && mesh.shard_size > 1
-                                              ? detail::MeshGroups::separate_group(mesh.mesh, *mesh.shard_axis, "reduce_scatter")
-                                              : ProcessGroup();
+    group.settings.reduce_scatter_group =
+        enable && mesh.shard_axis && mesh.shard_size > 1
+            ? detail::MeshGroups::separate_group(mesh.mesh, *mesh.shard_axis, "reduce_scatter")
+            : ProcessGroup();
   });
 }
 

@@ -155,13 +155,15 @@ std::vector<TakenOver> plan_tied(const Modules& modules, std::vector<MeshParams>
       }
       const DataParallelMesh& mesh = group->mesh();
       FSDP2_CHECK(options.shard_placement_fn || mesh == default_mesh, kInvalidArgument,
-                  "[fsdp] parameters that are tied across ", owner->label(), " and this call are sharded over a mesh of "
-                  "shape ", at::IntArrayRef(mesh.mesh.shape()), " there and ",
-                  at::IntArrayRef(default_mesh.mesh.shape()),
+                  "[fsdp] parameters that are tied across ", owner->label(),
+                  " and this call are sharded over a mesh of "
+                  "shape ",
+                  at::IntArrayRef(mesh.mesh.shape()), " there and ", at::IntArrayRef(default_mesh.mesh.shape()),
                   " here; use one mesh for all modules that share a parameter");
       Tensor alive = param;
       FSDP2_CHECK(!held->gradient.has_pending(alive, held->fqn()), kUsage, "[fsdp] parameter ", held->fqn(),
-                  " is tied across ", owner->label(), " and this call, and has gradients that wait for their reduction; "
+                  " is tied across ", owner->label(),
+                  " and this call, and has gradients that wait for their reduction; "
                   "call synchronize_gradients() or zero_grad() first");
       group->reshard();
       auto target = std::find_if(sorted.begin(), sorted.end(), [&](const auto& each) { return each.mesh == mesh; });
@@ -265,8 +267,9 @@ void check_not_below_owner(const Modules& modules, const ManagedCollector& manag
     for (const auto& above : owner->modules()) {
       const auto below = above->modules(/*include_self=*/false);
       for (const auto& module : modules) {
-        FSDP2_CHECK(std::find(below.begin(), below.end(), module) == below.end(), kUsage, "[fsdp] fully_shard was called on ",
-                    module->name(), " after ", owner->label(), ", which contains it and has its parameters; shard the modules "
+        FSDP2_CHECK(std::find(below.begin(), below.end(), module) == below.end(), kUsage,
+                    "[fsdp] fully_shard was called on ", module->name(), " after ", owner->label(),
+                    ", which contains it and has its parameters; shard the modules "
                     "inside first, then the one around them");
       }
     }

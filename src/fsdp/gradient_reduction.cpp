@@ -131,7 +131,8 @@ void GradientReduction::start(Bucket& bucket) {
   bucket.out = settings.reduce_scatter ? settings.reduce_scatter->allocate({bucket.numel}, in.options())
                                        : group_->communication_buffer(bucket.numel, in.options(), group);
   if (settings.reduce_scatter) {
-    check_custom_buffer(bucket.out, bucket.numel, bucket.dtype, "reduce-scatter's allocate() returned", group_->label());
+    check_custom_buffer(bucket.out, bucket.numel, bucket.dtype, "reduce-scatter's allocate() returned",
+                        group_->label());
   }
   const auto bytes = static_cast<int64_t>(in.nbytes());
   count_collective(CollectiveOp::kReduceScatter, bytes);

@@ -95,7 +95,8 @@ void check_all_parameters_taken(const torch::nn::Module& root) {
       continue;
     }
     FSDP2_CHECK(owners.count(param.unsafeGetTensorImpl()) != 0, kUsage, "[fsdp] parameter ", named.key(), " of ",
-                root.name(), " was registered after fully_shard, so nothing would reduce its gradient; call fully_shard "
+                root.name(),
+                " was registered after fully_shard, so nothing would reduce its gradient; call fully_shard "
                 "when the model is complete, or list it in ignored_params");
   }
 }

@@ -174,8 +174,11 @@ void TrainingContext::check_reductions_agree() {
     const std::string difference = each.difference();
     if (first.empty()) first = difference;
   }
-  FSDP2_CHECK(first.empty(), kUsage, "[fsdp] ranks reduced gradients of different parameters in one backward, so the "
-              "gradients are wrong: ", first, ". Every rank must use the same parameters in each step; call zero_grad() "
+  FSDP2_CHECK(first.empty(), kUsage,
+              "[fsdp] ranks reduced gradients of different parameters in one backward, so the "
+              "gradients are wrong: ",
+              first,
+              ". Every rank must use the same parameters in each step; call zero_grad() "
               "and mend the forward");
 }
 
@@ -191,7 +194,8 @@ void TrainingContext::drop_pending_gathers() {
 
 void TrainingContext::recover_if_interrupted() {
   if (graph_task_ != -1 && torch::autograd::get_current_graph_task_id() == -1) {
-    FSDP2_LOG_WARN("[fsdp] the backward before this forward of ", label_, " ended with an exception: gradients that it or "
+    FSDP2_LOG_WARN("[fsdp] the backward before this forward of ", label_,
+                   " ended with an exception: gradients that it or "
                    "earlier micro-batches left unreduced are dropped; call zero_grad() and begin the step again");
     reset();
   }

@@ -81,7 +81,8 @@ std::vector<std::vector<int>> lines_along(const std::vector<int>& ranks, const s
 }
 
 /// Of the line along `axes` that this rank is in; undefined outside.
-ProcessGroup own_group(const DeviceMesh::Impl& mesh, const std::vector<int64_t>& axes, const std::string& purpose = "") {
+ProcessGroup own_group(const DeviceMesh::Impl& mesh, const std::vector<int64_t>& axes,
+                       const std::string& purpose = "") {
   const int my_rank = detail::require_world("a mesh's group").rank;
   for (const std::vector<int>& line : lines_along(mesh.ranks, mesh.shape, axes)) {
     if (std::find(line.begin(), line.end(), my_rank) != line.end()) {

@@ -146,10 +146,11 @@ void check_same_so_far(const Tensor& so_far, const MeshPart& part) {
   for (int64_t rank = 1; rank < so_far.numel(); ++rank) {
     const bool same = std::abs(values[rank] - values[0]) <= 1e-6 * std::abs(values[0]) || values[rank] == values[0] ||
                       (std::isnan(values[rank]) && std::isnan(values[0]));
-    FSDP2_CHECK(same, kUsage, "[clip_grad] ranks of the mesh of shape ", at::IntArrayRef(part.mesh.shape()),
-                " see different sums over the gradients on other meshes (", values[0], " and ", values[rank],
-                "): those meshes hold different parameters in different places, e.g. experts, so there is no one total; call "
-                "clip_grad_norm_ for the parameters of each mesh by itself");
+    FSDP2_CHECK(
+        same, kUsage, "[clip_grad] ranks of the mesh of shape ", at::IntArrayRef(part.mesh.shape()),
+        " see different sums over the gradients on other meshes (", values[0], " and ", values[rank],
+        "): those meshes hold different parameters in different places, e.g. experts, so there is no one total; call "
+        "clip_grad_norm_ for the parameters of each mesh by itself");
   }
 }
 
