@@ -221,7 +221,7 @@ Tensor clip_grad_norm_(const std::vector<Tensor>& params, double max_norm, doubl
   // A NaN norm makes every gradient NaN, as in PyTorch.
   const double scale = coefficient.item<double>();
   if (scale != 1.0) {
-    for (auto tensor : gradients.all) tensor.mul_(scale);
+    for (const Tensor& tensor : gradients.all) tensor.mul_(scale);
   }
   return norm.to(device);
 }

@@ -14,7 +14,7 @@
 namespace fsdp2::tool {
 namespace {
 
-constexpr size_t kLongestLine = 64 * 1024;  // longer ones are cut, so that memory stays bounded
+constexpr size_t kLongestLine = size_t{64} * 1024;  // longer ones are cut, so that memory stays bounded
 
 bool blank(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](unsigned char c) { return isspace(c); });

@@ -12,7 +12,7 @@
 #include "run.h"
 #include "run_options.h"
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape): setting the options up cannot fail
   CLI::App program("Training over several processes with libfsdp2.", "fsdp2");
   program.set_version_flag("--version", std::to_string(FSDP2_VERSION_MAJOR) + "." +
                                             std::to_string(FSDP2_VERSION_MINOR) + "." +
