@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dcp_peer import rule_values, run_ranks
 
+from leave import leave
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -98,7 +100,7 @@ def rank_main(folder, rank, world_size, cases):
             if "step" in entry:
                 entry["step"].fill_(12)
         dcp.save(state, checkpoint_id=f"{folder}/py_{name}_{world_size}")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from leave import leave
+
 ParamGroup = param_group.FSDPParamGroup
 events, groups, reducing = [], [], []
 counts = {"all_gathers": 0, "reduce_scatters": 0, "all_reduces": 0, "bytes": 0}
@@ -238,7 +240,7 @@ def main():
     if dist.get_rank() == 0:
         with open(sys.argv[2], "w") as file:
             json.dump(results, file)
-    dist.destroy_process_group()
+    leave()
 
 
 main()

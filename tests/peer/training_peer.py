@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
+from leave import leave
 from llama_peer import hash_tokens, hashed_llama
 
 counts = {"all_gathers": 0, "reduce_scatters": 0, "bytes": 0}
@@ -70,7 +71,7 @@ def main():
     if dist.get_rank() == 0:
         with open(sys.argv[2], "w") as file:
             json.dump(results, file)
-    dist.destroy_process_group()
+    leave()
 
 
 main()
