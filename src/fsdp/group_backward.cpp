@@ -155,6 +155,16 @@ std::vector<Tensor> ParamGroup::pending_gradients() {
   return found;
 }
 
+std::string ParamGroup::waiting_partial_sum() {
+  for (FSDPParam& param : params_) {
+    Tensor alive = param.param();
+    if (alive.defined() && param.gradient.has_partial_sum(alive, param.fqn())) {
+      return param.fqn();
+    }
+  }
+  return "";
+}
+
 void ParamGroup::reset() {
   drop_gather();
   for (FSDPParam& param : params_) {

@@ -123,6 +123,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// Starts the reduction of what is pending, outside backward; the context finishes it.
   void synchronize_gradients();
   std::vector<Tensor> pending_gradients();
+  /// Of the first parameter whose sum over the shards waits for the replicas; empty where none does.
+  std::string waiting_partial_sum();
   /// After an exception.
   void reset();
 

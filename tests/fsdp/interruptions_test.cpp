@@ -147,6 +147,20 @@ RANKS_TEST(Interruptions, APartialSumStaysInSightWhereNothingJoinsIt, 2) {
   EXPECT_EQ(max_difference(whole(layer->weight.grad()), torch::ones({2, 2})), 0);
 }
 
+RANKS_TEST(Interruptions, TheDivideFactorMayNotChangeUnderAPartialSum, 2) {
+  Linear layer = ones_linear(2, 2);
+  auto handle =
+      fsdp2::fully_shard(layer, {.mesh = fsdp2::init_device_mesh(torch::kCPU, {2, 1}, {"replicate", "shard"})});
+  handle.set_gradient_divide_factor(4);
+  handle.set_requires_all_reduce(false);
+  layer(kInput).sum().backward();
+  EXPECT_FSDP2_ERROR(handle.set_gradient_divide_factor(16), kUsage, "call synchronize_gradients()");
+  EXPECT_NO_THROW(handle.set_gradient_divide_factor(4));
+  handle.synchronize_gradients();
+  EXPECT_EQ(max_difference(whole(layer->weight.grad()), torch::full({2, 2}, 0.5)), 0);
+  EXPECT_NO_THROW(handle.set_gradient_divide_factor(16));
+}
+
 RANKS_TEST(Interruptions, ExpertsThatSomePlacesDoNotUseAreNoFault, 4) {
   Pair pair;
   const auto grid = fsdp2::init_device_mesh(torch::kCPU, {2, 2}, {"ep", "efsdp"});
