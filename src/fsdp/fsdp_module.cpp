@@ -26,13 +26,10 @@ void UnshardHandle::wait() {
   }
 }
 
-void FSDPModule::unshard() {
-  for (const auto& group : state().groups) group->unshard();
-  for (const auto& group : state().groups) group->wait_for_unshard();
-}
+void FSDPModule::unshard() { state().unshard(); }
 
 UnshardHandle FSDPModule::unshard_async() {
-  for (const auto& group : state().groups) group->unshard();
+  state().start_unshard();
   return UnshardHandle(state_);
 }
 

@@ -133,61 +133,43 @@ std::vector<MeshParams> sort_by_mesh(const std::vector<NamedTensor>& params, con
   return sorted;
 }
 
-/// A parameter that this call takes from a nested call's group.
-struct TakenOver {
-  Tensor param;
-  std::shared_ptr<ModuleState> owner;
-  std::shared_ptr<ParamGroup> group;
-};
-
-/// Note [Tied parameters]. Adds those parameters to `sorted`, without touching their groups yet.
-std::vector<TakenOver> plan_tied(const Modules& modules, std::vector<MeshParams>& sorted,
-                                 const FullyShardOptions& options, const DataParallelMesh& default_mesh) {
-  std::vector<TakenOver> planned;
-  for (const auto& [param, owner] : misplaced_parameters(modules)) {
-    FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported, "[fsdp] parameters are tied across ", owner->label(),
+/// Note [Tied parameters]. Adds them to `sorted`, without touching the groups that have them.
+void plan_tied(const std::vector<MisplacedParameter>& tied, std::vector<MeshParams>& sorted,
+               const FullyShardOptions& options, const DataParallelMesh& default_mesh) {
+  for (const auto& [param, owner] : tied) {
+    const std::string& label = owner.state->label();
+    FSDP2_CHECK(!options.dp_mesh_dims, kUnsupported, "[fsdp] parameters are tied across ", label,
                 " and this call, which dp_mesh_dims does not go together with; shard all their users in one call");
-    for (const auto& group : owner->groups) {
-      const auto held = std::find_if(group->params().begin(), group->params().end(),
-                                     [&param = param](const FSDPParam& each) { return each.param().is_same(param); });
-      if (held == group->params().end()) {
-        continue;
-      }
-      const DataParallelMesh& mesh = group->mesh();
-      FSDP2_CHECK(options.shard_placement_fn || mesh == default_mesh, kInvalidArgument,
-                  "[fsdp] parameters that are tied across ", owner->label(),
-                  " and this call are sharded over a mesh of "
-                  "shape ",
-                  at::IntArrayRef(mesh.mesh.shape()), " there and ", at::IntArrayRef(default_mesh.mesh.shape()),
-                  " here; use one mesh for all modules that share a parameter");
-      Tensor alive = param;
-      FSDP2_CHECK(!held->gradient.has_pending(alive, held->fqn()), kUsage, "[fsdp] parameter ", held->fqn(),
-                  " is tied across ", owner->label(),
-                  " and this call, and has gradients that wait for their reduction; "
-                  "call synchronize_gradients() or zero_grad() first");
-      group->reshard();
-      auto target = std::find_if(sorted.begin(), sorted.end(), [&](const auto& each) { return each.mesh == mesh; });
-      if (target == sorted.end()) {
-        target = sorted.insert(sorted.end(), MeshParams{mesh, {}});
-      }
-      target->params.push_back({param, held->fqn(), held->shard_dim()});
-      planned.push_back({param, owner, group});
-      break;
+    const DataParallelMesh& mesh = owner.group->mesh();
+    FSDP2_CHECK(options.shard_placement_fn || mesh == default_mesh, kInvalidArgument,
+                "[fsdp] parameters that are tied across ", label, " and this call are sharded over a mesh of shape ",
+                at::IntArrayRef(mesh.mesh.shape()), " there and ", at::IntArrayRef(default_mesh.mesh.shape()),
+                " here; use one mesh for all modules that share a parameter");
+    FSDPParam& held = owner.group->params()[owner.index];
+    Tensor alive = param;
+    FSDP2_CHECK(!held.gradient.has_pending(alive, held.fqn()), kUsage, "[fsdp] parameter ", held.fqn(),
+                " is tied across ", label,
+                " and this call, and has gradients that wait for their reduction; call synchronize_gradients() or "
+                "zero_grad() first");
+    owner.group->reshard();
+    auto target = std::find_if(sorted.begin(), sorted.end(), [&](const auto& each) { return each.mesh == mesh; });
+    if (target == sorted.end()) {
+      target = sorted.insert(sorted.end(), MeshParams{mesh, {}});
     }
+    target->params.push_back({param, held.fqn(), held.shard_dim()});
   }
-  return planned;
 }
 
-void take_over(const std::vector<TakenOver>& planned, std::vector<MeshParams>& sorted) {
-  for (const auto& [param, owner, group] : planned) {
-    ParamGroup::Named given = group->give_up(param);
+void take_over(const std::vector<MisplacedParameter>& tied, std::vector<MeshParams>& sorted) {
+  for (const auto& [param, owner] : tied) {
+    const ParamGroup::Named given = owner.group->give_up(param);
     for (MeshParams& each : sorted) {
       for (ParamGroup::Named& named : each.params) {
         if (named.param.is_same(param)) named = given;
       }
     }
-    if (group->params().empty()) {
-      std::erase(owner->groups, group);
+    if (owner.group->params().empty()) {
+      std::erase(owner.state->groups, owner.group);
     }
   }
 }
@@ -282,7 +264,8 @@ FSDPModule shard(const Modules& modules, const ManagedCollector& managed, const 
   const DataParallelMesh mesh = resolve_mesh(options);
   const c10::Device device = mesh.mesh.device_type() == at::kCPU ? c10::Device(at::kCPU) : local_device();
   std::vector<MeshParams> sorted = sort_by_mesh(managed.params, options, mesh);
-  const std::vector<TakenOver> tied = plan_tied(modules, sorted, options, mesh);
+  const std::vector<MisplacedParameter> tied = misplaced_parameters(modules);
+  plan_tied(tied, sorted, options, mesh);
   if (sorted.empty() && options.reshard_after_forward) {
     parts_wanted(options, {MeshParams{mesh, {}}});  // a wrong number is said also where nothing is left to shard
   }
@@ -315,6 +298,7 @@ FSDPModule shard(const Modules& modules, const ManagedCollector& managed, const 
   const auto token = std::make_shared<OwnerToken>();
   for (const auto& [group_mesh, params] : sorted) {
     auto group = std::make_shared<ParamGroup>(params, group_mesh, options.mp_policy, device, options.offload_policy);
+    group->owner = state;
     group->context = state->context;
     group->install_leaf_hooks(token);
     state->groups.push_back(std::move(group));

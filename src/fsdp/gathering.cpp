@@ -36,9 +36,14 @@ void ParamGroup::unshard() {
   }
   state_ = DataState::kGathering;
   trace("unshard", module_fqn);
+  on_buckets(&ParamGroup::start_gather);
+}
+
+/// Whatever a bucket throws, the group is sharded then.
+void ParamGroup::on_buckets(void (ParamGroup::*step)(GatherBucket&)) {
   try {
     for (GatherBucket& bucket : gathers_) {
-      start_gather(bucket);
+      (this->*step)(bucket);
     }
   } catch (...) {
     drop_gather();
@@ -117,11 +122,7 @@ void ParamGroup::start_gather(GatherBucket& bucket) {
 
 void ParamGroup::drop_gather() noexcept {
   for (GatherBucket& bucket : gathers_) {
-    try {
-      bucket.work.wait();
-    } catch (const std::exception&) {
-      // The error that brought us here is the one to report.
-    }
+    bucket.work.abandon();
     bucket.gathered = bucket.part = Tensor();
   }
   for (FSDPParam& param : params_) {
@@ -150,14 +151,7 @@ void ParamGroup::wait_for_unshard() {
     reshard();
     throw;
   }
-  try {
-    for (GatherBucket& bucket : gathers_) {
-      finish_gather(bucket);
-    }
-  } catch (...) {
-    drop_gather();
-    throw;
-  }
+  on_buckets(&ParamGroup::finish_gather);
   state_ = DataState::kUnsharded;
   ever_unsharded_ = true;
 }

@@ -181,24 +181,19 @@ void GradientReduction::run_user_hook(Tensor& reduced) const {
   const Tensor given = reduced;
   if (!stream || stream->device().is_cpu()) {
     hook(reduced);
-    check_hooked(given, reduced);
-    return;
+  } else {
+    const c10::impl::VirtualGuardImpl device(stream->device_type());
+    const c10::Stream current = device.getStream(stream->device());
+    c10::Event before(stream->device_type()), after(stream->device_type());
+    before.record(current);
+    before.block(*stream);
+    {
+      const c10::StreamGuard guard(*stream);
+      hook(reduced);
+    }
+    after.record(*stream);
+    after.block(current);
   }
-  const c10::impl::VirtualGuardImpl device(stream->device_type());
-  const c10::Stream current = device.getStream(stream->device());
-  c10::Event before(stream->device_type()), after(stream->device_type());
-  before.record(current);
-  before.block(*stream);
-  {
-    const c10::StreamGuard guard(*stream);
-    hook(reduced);
-  }
-  after.record(*stream);
-  after.block(current);
-  check_hooked(given, reduced);
-}
-
-void GradientReduction::check_hooked(const Tensor& given, const Tensor& reduced) const {
   FSDP2_CHECK(reduced.defined() && reduced.sizes() == given.sizes() && reduced.scalar_type() == given.scalar_type(),
               kInvalidArgument, "[fsdp] the all-reduce hook for ", group_->label(), " got ", given.sizes(), " of ",
               given.scalar_type(), " and left ",
@@ -208,11 +203,7 @@ void GradientReduction::check_hooked(const Tensor& given, const Tensor& reduced)
 
 void GradientReduction::abandon() noexcept {
   for (Bucket& bucket : buckets_) {
-    try {
-      bucket.work.wait();
-    } catch (const std::exception&) {
-      // The error that brought us here is the one to report.
-    }
+    bucket.work.abandon();
   }
   buckets_.clear();
 }

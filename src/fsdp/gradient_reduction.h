@@ -44,7 +44,6 @@ class GradientReduction {
   void start_all_reduce(Bucket& bucket);
   void finish_buckets();
   void run_user_hook(Tensor& reduced) const;
-  void check_hooked(const Tensor& given, const Tensor& reduced) const;
   void keep_partial_sums(Bucket& bucket);
   void add_to_gradients(Bucket& bucket);
   void add_alone(std::vector<std::pair<size_t, Tensor>>& gradients);

@@ -7,7 +7,7 @@
 #include <fsdp2/error.h>
 
 #include "fsdp/gradient_reduction.h"
-#include "fsdp/post_accumulate.h"
+#include "fsdp/leaf_slot.h"
 #include "fsdp/training_context.h"
 
 namespace fsdp2::detail {
@@ -81,7 +81,6 @@ void ParamGroup::keep_pending() {
 void ParamGroup::reduce_all(bool all_reduce) {
   const bool several_replicas = mesh_.replicate_size > 1;
   std::vector<std::pair<size_t, Tensor>> gradients;
-  bool wanted = false;
   for (size_t i = 0; i < params_.size(); ++i) {
     FSDPParam& param = params_[i];
     Tensor alive = param.param();
@@ -95,7 +94,6 @@ void ParamGroup::reduce_all(bool all_reduce) {
                              (several_replicas && all_reduce && param.gradient.has_partial_sum(alive, param.fqn())));
     if (whole.defined() || stands_in) {
       gradients.emplace_back(i, std::move(whole));
-      wanted = true;
     } else {
       param.gradient.show_partial_sum(alive, param.sharded_spec(), param.partial_sum_placements());
     }
@@ -103,7 +101,7 @@ void ParamGroup::reduce_all(bool all_reduce) {
   if (settings.reshard_after_backward && !unshard_pending()) {
     reshard();
   }
-  if (wanted) {
+  if (!gradients.empty()) {
     reduced_unused_ = true;
     context->reduce(shared_from_this(), std::move(gradients), all_reduce);
   }

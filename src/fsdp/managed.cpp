@@ -7,11 +7,11 @@
 namespace fsdp2::detail {
 
 ManagedCollector::ManagedCollector(const std::vector<Tensor>& ignored, bool distributed)
-    : distributed_(distributed), owner_of_(parameter_owners()) {
+    : distributed_(distributed) {
   for (const Tensor& tensor : ignored) {
-    const auto owner = owner_of_.find(tensor.unsafeGetTensorImpl());
-    FSDP2_CHECK(owner == owner_of_.end(), kInvalidArgument, "[fsdp] ignored_params names ", owner->second.second,
-                ", which ", owner->second.first->label(), " sharded already; name it in that call");
+    const ParameterOwner owner = owner_of(tensor);
+    FSDP2_CHECK(!owner, kInvalidArgument, "[fsdp] ignored_params names ", owner.fqn(), ", which ",
+                owner.state->label(), " sharded already; name it in that call");
     ignored_.insert(tensor.unsafeGetTensorImpl());
   }
 }
@@ -40,8 +40,8 @@ void ManagedCollector::add(const Tensor& param, const std::string& fqn) {
       !tensors_.insert(param.unsafeGetTensorImpl()).second) {
     return;
   }
-  if (const auto owner = owner_of_.find(param.unsafeGetTensorImpl()); owner != owner_of_.end()) {
-    owners.push_back(owner->second.first);  // Note [Tied parameters]
+  if (const ParameterOwner owner = owner_of(param)) {
+    owners.push_back(owner.state);  // Note [Tied parameters]
     return;
   }
   FSDP2_CHECK(distributed_ || !is_marked(param), kUnsupported, "[fsdp] parameter ", fqn, " is already distributed as ",

@@ -7,7 +7,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -40,7 +39,6 @@ class ManagedCollector {
   void check_own_memory(const at::Tensor& param, const std::string& fqn);
 
   bool distributed_;
-  std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> owner_of_;
   std::unordered_set<const torch::nn::Module*> modules_;
   std::unordered_set<const c10::TensorImpl*> tensors_, ignored_;
   std::map<const char*, std::pair<const char*, std::string>> memory_;  // begin; end and name

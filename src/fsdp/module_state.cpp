@@ -42,15 +42,7 @@ std::vector<std::shared_ptr<torch::nn::Module>> ModuleState::modules() const {
   return alive;
 }
 
-std::vector<std::shared_ptr<ModuleState>> ModuleState::tree() const {
-  std::vector<std::shared_ptr<ModuleState>> states;
-  for (const auto& module : modules()) {
-    for (auto& state : states_under(*module)) {
-      if (std::find(states.begin(), states.end(), state) == states.end()) states.push_back(std::move(state));
-    }
-  }
-  return states;
-}
+std::vector<std::shared_ptr<ModuleState>> ModuleState::tree() const { return states_under(modules()); }
 
 void ModuleState::become_root(const torch::nn::Module& module) {
   FSDP2_CHECK(modules_.size() == 1, kUsage, "[fsdp] ", label_, " is a list of ", modules_.size(),
@@ -63,8 +55,7 @@ void ModuleState::become_root(const torch::nn::Module& module) {
                 " did, and so was taken for a root itself; run the forward "
                 "of the outermost module first");
   }
-  check_tied_parameters(module);
-  check_all_parameters_taken(module);
+  check_parameters_taken(module);
   check_ranks_agree();
   context->states.clear();
   for (const auto& state : states) {
@@ -224,6 +215,15 @@ void ModuleState::convert_outputs(const TensorPointers& outputs) const {
   }
 }
 
+void ModuleState::start_unshard() const {
+  for (const auto& group : groups) group->unshard();
+}
+
+void ModuleState::unshard() const {
+  start_unshard();
+  for (const auto& group : groups) group->wait_for_unshard();
+}
+
 void ModuleState::pre_forward(const torch::nn::Module& module, const TensorPointers& inputs) {
   if (!in_tree_) {
     become_root(module);
@@ -239,16 +239,13 @@ void ModuleState::pre_forward(const torch::nn::Module& module, const TensorPoint
     check_writes_ = false;
   }
   convert_inputs(inputs);
-  for (const auto& group : groups) group->unshard();
-  for (const auto& group : groups) group->wait_for_unshard();
+  unshard();
   if (begins_pass && !groups.empty()) {
     attach_post_backward(inputs, shared_from_this());
   }
   if (begins_pass) {
     for (const auto& weak : forward_prefetch) {
-      if (const auto next = weak.lock()) {
-        for (const auto& group : next->groups) group->unshard();
-      }
+      if (const auto next = weak.lock()) next->start_unshard();
     }
   }
   buffer_cast.begin();

@@ -7,9 +7,7 @@
 
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "fsdp/buffer_cast.h"
@@ -35,6 +33,10 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   void finish_backward();
   /// After an exception.
   void reset();
+
+  void start_unshard() const;
+  /// Starts every group's gather before it waits for the first.
+  void unshard() const;
 
   /// Those that are alive.
   std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
@@ -96,9 +98,17 @@ void register_state(const std::shared_ptr<torch::nn::Module>& module, std::share
 void purge_states() noexcept;
 /// States of `module` and everything below it, in module order, each once.
 std::vector<std::shared_ptr<ModuleState>> states_under(const torch::nn::Module& module);
-/// Those of all modules of this process, each once.
-std::vector<std::shared_ptr<ModuleState>> all_states();
-/// For every parameter of a group the state that has the group, and the group's name for it.
-std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> parameter_owners();
+std::vector<std::shared_ptr<ModuleState>> states_under(const std::vector<std::shared_ptr<torch::nn::Module>>& modules);
+
+/// Who has a parameter. Null members where nobody does, or its module is gone.
+struct ParameterOwner {
+  std::shared_ptr<ModuleState> state;
+  std::shared_ptr<ParamGroup> group;
+  size_t index = 0;  // in the group
+  explicit operator bool() const { return state != nullptr; }
+  /// The owner's name for the parameter.
+  const std::string& fqn() const;
+};
+ParameterOwner owner_of(const Tensor& param);
 
 }  // namespace fsdp2::detail

@@ -9,7 +9,7 @@
 #include <fsdp2/log.h>
 
 #include "fsdp/debug_level.h"
-#include "fsdp/post_accumulate.h"
+#include "fsdp/leaf_slot.h"
 
 namespace fsdp2::detail {
 
@@ -22,16 +22,9 @@ ParamGroup::ParamGroup(const std::vector<Named>& params, const DataParallelMesh&
   std::vector<Tensor> locals;
   std::vector<std::string> fqns;
   for (const Named& named : params) {
-    Tensor local = named.local;
-    if (!local.defined()) {
-      const Tensor whole = is_marked(named.param) ? local_of(named.param) : named.param.variable_data();
-      const FSDPParam& param = params_.emplace_back(named.param, named.fqn, mesh, named.shard_dim);
-      local = param.own_rows_of(whole);
-    } else {
-      params_.emplace_back(named.param, named.fqn, mesh, named.shard_dim);
-    }
-    locals.push_back(std::move(local));
-    leaves_.push_back(named.leaf);
+    const FSDPParam& param = params_.emplace_back(named.param, named.fqn, mesh, named.shard_dim);
+    const Tensor whole = is_marked(named.param) ? local_of(named.param) : named.param.variable_data();
+    locals.push_back(named.local.defined() ? named.local : param.own_rows_of(whole));
     fqns.push_back(named.fqn);
   }
   if (offload_ && offload_->pin_memory && device.is_cpu()) {
@@ -62,15 +55,11 @@ void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device de
         std::any_of(buffer.members.begin(), buffer.members.end(), [&](size_t i) { return locals[i].is_meta(); });
     buffer.flat = shard_memory(numel, buffer.dtype, meta ? c10::Device(at::kMeta) : device);
     for (size_t k = 0; k < buffer.members.size(); ++k) {
-      FSDPParam& param = params_[buffer.members[k]];
-      const Tensor& from = locals[buffer.members[k]];
-      const Tensor slot = buffer.flat.narrow(0, buffer.offsets[k], param.padded_numel());
-      Tensor local = param.local_view_of(slot);
+      Tensor local = lay_out(buffer, k);
       if (!meta) {
-        local.copy_(from);
-        slot.narrow(0, local.numel(), slot.numel() - local.numel()).zero_();
+        local.copy_(locals[buffer.members[k]]);
       }
-      param.set_sharded(std::move(local));
+      params_[buffer.members[k]].set_sharded(std::move(local));
     }
   }
   build_gather_buckets();
@@ -79,6 +68,15 @@ void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device de
 Tensor ParamGroup::shard_memory(int64_t numel, at::ScalarType dtype, c10::Device device) const {
   const bool pinned = offload_ && offload_->pin_memory && device.is_cpu() && !device_.is_cpu();
   return at::empty({numel}, at::TensorOptions(dtype).device(device).pinned_memory(pinned));
+}
+
+/// The member's rows in the buffer; the padding behind them becomes zero.
+Tensor ParamGroup::lay_out(const ShardBuffer& buffer, size_t member) const {
+  const FSDPParam& param = params_[buffer.members[member]];
+  const Tensor slot = buffer.flat.narrow(0, buffer.offsets[member], param.padded_numel());
+  Tensor local = param.local_view_of(slot);
+  slot.narrow(0, local.numel(), slot.numel() - local.numel()).zero_();
+  return local;
 }
 
 void ParamGroup::build_gather_buckets() {
@@ -107,27 +105,24 @@ void ParamGroup::build_gather_buckets() {
 void ParamGroup::install_leaf_hooks(const std::shared_ptr<void>& owner_token) {
   for (size_t i = 0; i < params_.size(); ++i) {
     Tensor param = params_[i].param();
-    if (leaves_[i]) {  // of another group before
-      leaves_[i]->group = weak_from_this();
-      leaves_[i]->index = i;
-      if (const auto held = leaves_[i]->owner_token.lock()) *held = owner_token;
+    if (const auto target = leaf_target_of(param)) {  // of another group before, and hooked
+      *target = {weak_from_this(), i};
+      set_leaf_target(param, target, owner_token);
       continue;
     }
-    leaves_[i] = std::make_shared<LeafTarget>(LeafTarget{weak_from_this(), i, {}});
+    const auto target = std::make_shared<LeafTarget>(LeafTarget{weak_from_this(), i});
+    set_leaf_target(param, target, owner_token);
     if (!at::isFloatingType(param.scalar_type()) && !at::isComplexType(param.scalar_type())) {
       continue;  // can never require a gradient
     }
     const bool trainable = param.requires_grad();
     param.unsafeGetTensorImpl()->set_requires_grad(true);  // a frozen parameter may be unfrozen later
-    const auto token = std::make_shared<std::shared_ptr<void>>(owner_token);
-    leaves_[i]->owner_token = token;
-    param.register_hook([target = leaves_[i], token](const Tensor& gradient) {
+    param.register_hook([target](const Tensor& gradient) {
       if (const auto group = target->group.lock()) {
         group->on_leaf_gradient(target->index, gradient);
       }
       return Tensor();
     });
-    defer_post_accumulate_hooks(param);
     param.unsafeGetTensorImpl()->set_requires_grad(trainable);
   }
 }
@@ -136,27 +131,24 @@ ParamGroup::Named ParamGroup::give_up(const Tensor& param) {
   const PlainWork plain;
   adopt_foreign_data();
   Named given;
-  std::vector<Named> kept;
   std::vector<Tensor> locals;
   std::vector<FSDPParam> rest;
-  std::vector<std::shared_ptr<LeafTarget>> leaves;
   std::vector<std::string> fqns;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    FSDPParam& each = params_[i];
-    if (each.param().is_same(param)) {
-      given = {param, each.fqn(), each.shard_dim(), each.local(), leaves_[i]};
+  for (FSDPParam& each : params_) {
+    const Tensor alive = each.param();
+    if (alive.is_same(param)) {
+      given = {param, each.fqn(), each.shard_dim(), each.local()};
       continue;
+    }
+    if (const auto target = leaf_target_of(alive)) {
+      target->index = rest.size();
     }
     locals.push_back(each.local());
     fqns.push_back(each.fqn());
-    leaves_[i]->index = rest.size();
-    leaves.push_back(leaves_[i]);
     rest.push_back(std::move(each));
   }
-  const c10::Device device = given.local.device();
   params_ = std::move(rest);
-  leaves_ = std::move(leaves);
-  build_buffers(locals, device);
+  build_buffers(locals, given.local.device());
   set_fqns(fqns);
   return given;
 }
@@ -252,10 +244,7 @@ void ParamGroup::to_empty(c10::Device device) {
     buffer.flat = shard_memory(buffer.flat.numel(), buffer.dtype, device);
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       FSDPParam& param = params_[buffer.members[k]];
-      const Tensor slot = buffer.flat.narrow(0, buffer.offsets[k], param.padded_numel());
-      Tensor local = param.local_view_of(slot);
-      slot.narrow(0, local.numel(), slot.numel() - local.numel()).zero_();
-      param.set_sharded(std::move(local));
+      param.set_sharded(lay_out(buffer, k));
       param.expect_write();
     }
   }

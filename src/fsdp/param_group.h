@@ -17,7 +17,7 @@
 
 namespace fsdp2::detail {
 
-class ParamGroup;
+class ModuleState;
 class TrainingContext;
 
 /// Note [Buckets]
@@ -46,13 +46,6 @@ struct GatherBucket {
   PendingCollective work;
 };
 
-/// Where a parameter's hooks find it: it may move to another group (a tied parameter).
-struct LeafTarget {
-  std::weak_ptr<ParamGroup> group;
-  size_t index = 0;
-  std::weak_ptr<std::shared_ptr<void>> owner_token;  // held by the hook, so alive as long as the parameter
-};
-
 /// Users' choices for one group. FSDPModule's methods say what each does.
 struct GroupSettings {
   bool reduce_gradients = true;
@@ -73,13 +66,12 @@ struct GroupSettings {
 
 class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
  public:
-  /// `local` and `leaf`: of a parameter that another group gave up.
+  /// `local`: of a parameter that another group gave up.
   struct Named {
     Tensor param;
     std::string fqn;
     int64_t shard_dim = 0;
     Tensor local = {};
-    std::shared_ptr<LeafTarget> leaf = {};
   };
   /// Takes over the parameters' data: frees the whole, keeps this rank's shard on `device`, or on the CPU with
   /// `offload`. Local.
@@ -138,6 +130,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// Only those among `handled`.
   void mark_written(const std::unordered_set<const c10::TensorImpl*>& handled);
 
+  std::weak_ptr<ModuleState> owner;
   std::shared_ptr<TrainingContext> context;  // of the tree
   GroupSettings settings;
   std::string module_fqn;  // from the root, those of a list joined
@@ -149,6 +142,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   // param_group.cpp
   void build_buffers(const std::vector<Tensor>& locals, c10::Device device);
   Tensor shard_memory(int64_t numel, at::ScalarType dtype, c10::Device device) const;
+  Tensor lay_out(const ShardBuffer& buffer, size_t member) const;
   void adopt_foreign_data();
   void build_gather_buckets();
   void check_ready();
@@ -157,6 +151,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   }
   // gathering.cpp
   void drop_gather() noexcept;
+  void on_buckets(void (ParamGroup::*step)(GatherBucket&));
   void start_gather(GatherBucket& bucket);
   Tensor gather_input(const GatherBucket& bucket) const;
   void finish_gather(GatherBucket& bucket);
@@ -176,7 +171,6 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::optional<DeviceMesh> part_mesh_;
   bool gather_from_parts_ = false;  // of the gather under way
   std::vector<FSDPParam> params_;
-  std::vector<std::shared_ptr<LeafTarget>> leaves_;
   std::vector<ShardBuffer> buffers_;
   std::vector<GatherBucket> gathers_;
   DataState state_ = DataState::kSharded;

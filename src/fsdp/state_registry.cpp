@@ -1,10 +1,10 @@
-#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
 #include <unordered_set>
 
+#include "fsdp/leaf_slot.h"
 #include "fsdp/module_state.h"
 #include "fsdp/reshard_all.h"
 
@@ -35,18 +35,24 @@ const Entry* live_entry(const Registry& all, const torch::nn::Module& module) {
   return found == all.entries.end() || found->second.module.expired() ? nullptr : &found->second;
 }
 
-void collect_states(const torch::nn::Module& module, std::unordered_set<const torch::nn::Module*>& seen,
-                    std::vector<std::shared_ptr<ModuleState>>& states) {
-  if (!seen.insert(&module).second) {
-    return;
+/// In module order, each once: those of a list are one.
+struct StateWalk {
+  std::unordered_set<const torch::nn::Module*> seen;
+  std::unordered_set<const ModuleState*> found;
+  std::vector<std::shared_ptr<ModuleState>> states;
+
+  void visit(const torch::nn::Module& module) {
+    if (!seen.insert(&module).second) {
+      return;
+    }
+    if (auto state = state_of(module); state && found.insert(state.get()).second) {
+      states.push_back(std::move(state));
+    }
+    for (const auto& child : module.children()) {
+      visit(*child);
+    }
   }
-  if (auto state = state_of(module); state && std::find(states.begin(), states.end(), state) == states.end()) {
-    states.push_back(std::move(state));
-  }
-  for (const auto& child : module.children()) {
-    collect_states(*child, seen, states);
-  }
-}
+};
 
 }  // namespace
 
@@ -91,10 +97,15 @@ void purge_states() noexcept {
 }
 
 std::vector<std::shared_ptr<ModuleState>> states_under(const torch::nn::Module& module) {
-  std::unordered_set<const torch::nn::Module*> seen;
-  std::vector<std::shared_ptr<ModuleState>> states;
-  collect_states(module, seen, states);
-  return states;
+  StateWalk walk;
+  walk.visit(module);
+  return std::move(walk.states);
+}
+
+std::vector<std::shared_ptr<ModuleState>> states_under(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
+  StateWalk walk;
+  for (const auto& module : modules) walk.visit(*module);
+  return std::move(walk.states);
 }
 
 void reshard_all(const torch::nn::Module& module) {
@@ -105,28 +116,20 @@ void reshard_all(const torch::nn::Module& module) {
   }
 }
 
-std::vector<std::shared_ptr<ModuleState>> all_states() {
-  Registry& all = registry();
-  const std::shared_lock lock(all.mutex);
-  std::vector<std::shared_ptr<ModuleState>> states;
-  for (const auto& [module, entry] : all.entries) {
-    if (!entry.module.expired() && std::find(states.begin(), states.end(), entry.state) == states.end()) {
-      states.push_back(entry.state);
-    }
+ParameterOwner owner_of(const Tensor& param) {
+  const auto target = leaf_target_of(param);
+  ParameterOwner owner;
+  owner.group = target ? target->group.lock() : nullptr;
+  if (!owner.group) {
+    return {};
   }
-  return states;
+  owner.index = target->index;
+  owner.state = owner.group->owner.lock();
+  const auto& params = owner.group->params();
+  const bool there = owner.index < params.size() && params[owner.index].param().is_same(param);
+  return there && owner.state && !owner.state->modules().empty() ? owner : ParameterOwner{};
 }
 
-std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> parameter_owners() {
-  std::unordered_map<const c10::TensorImpl*, std::pair<std::shared_ptr<ModuleState>, std::string>> owners;
-  for (const auto& state : all_states()) {
-    for (const auto& group : state->groups) {
-      for (const FSDPParam& param : group->params()) {
-        owners.emplace(param.param().unsafeGetTensorImpl(), std::make_pair(state, param.fqn()));
-      }
-    }
-  }
-  return owners;
-}
+const std::string& ParameterOwner::fqn() const { return group->params()[index].fqn(); }
 
 }  // namespace fsdp2::detail

@@ -10,20 +10,19 @@
 #include <memory>
 #include <vector>
 
-namespace fsdp2::detail {
+#include "fsdp/module_state.h"
 
-class ModuleState;
+namespace fsdp2::detail {
 
 struct MisplacedParameter {
   at::Tensor param;
-  std::shared_ptr<ModuleState> owner;  // its group has the parameter now
+  ParameterOwner owner;
 };
 
 /// Parameters below `roots` that a state below them owns, though a module outside that state's uses them too.
 std::vector<MisplacedParameter> misplaced_parameters(const std::vector<std::shared_ptr<torch::nn::Module>>& roots);
-/// Throws kUsage for a parameter below `root` that is used outside its owner.
-void check_tied_parameters(const torch::nn::Module& root);
-/// Throws kUsage for a trainable parameter below `root` that no group has and nobody asked to ignore.
-void check_all_parameters_taken(const torch::nn::Module& root);
+/// Throws kUsage for a parameter below `root` that is used outside its owner, and for a trainable one that no group has
+/// and nobody asked to ignore.
+void check_parameters_taken(const torch::nn::Module& root);
 
 }  // namespace fsdp2::detail

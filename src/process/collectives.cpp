@@ -131,6 +131,14 @@ void PendingCollective::wait() {
   keep_alive_.clear();
 }
 
+void PendingCollective::abandon() noexcept {
+  try {
+    wait();
+  } catch (const std::exception&) {
+    // As the header says.
+  }
+}
+
 PendingCollective all_gather(Tensor& out, const Tensor& in, const ProcessGroup& group, CallSite site) {
   if (group->getSize() == 1) {
     const BelowDTensor below;

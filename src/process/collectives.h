@@ -26,7 +26,8 @@ class PendingCollective {
  public:
   PendingCollective() = default;
   void wait();
-  bool pending() const { return work_.defined(); }
+  /// Waits and drops an error: another one is being reported.
+  void abandon() noexcept;
 
  private:
   friend class CollectiveFunnel;

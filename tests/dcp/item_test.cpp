@@ -19,12 +19,9 @@
 namespace fsdp2::dcp::detail {
 namespace {
 
+using fsdp2::testing::read_file;
 using fsdp2::testing::TempDir;
 
-std::string slurp(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 void spill(const std::string& path, const std::string& content) { std::ofstream(path, std::ios::binary) << content; }
 
 ByteRange open_item(const std::string& folder, const std::string& name) {
@@ -48,7 +45,7 @@ class DcpItem : public ::testing::Test {
 };
 
 TEST_F(DcpItem, TensorsOfEveryDtypeAndStride) {
-  const nlohmann::json entries = nlohmann::json::parse(slurp(folder() + "/items.json"));
+  const nlohmann::json entries = nlohmann::json::parse(read_file(folder() + "/items.json"));
   ASSERT_GT(entries.size(), 25u);
   for (const auto& entry : entries) {
     const std::string name = entry["name"];
@@ -59,7 +56,7 @@ TEST_F(DcpItem, TensorsOfEveryDtypeAndStride) {
     EXPECT_EQ(read.sizes(), at::IntArrayRef(sizes)) << name;
     EXPECT_EQ(read.scalar_type(), dtype) << name;
     const at::Tensor plain = storable(read, name);
-    const std::string raw = slurp(folder() + "/" + name + ".raw");
+    const std::string raw = read_file(folder() + "/" + name + ".raw");
     ASSERT_EQ(plain.nbytes(), raw.size()) << name;
     EXPECT_EQ(std::memcmp(plain.nbytes() ? plain.data_ptr() : raw.data(), raw.data(), raw.size()), 0) << name;
   }
@@ -119,7 +116,7 @@ TEST_F(DcpItem, ValuesThereAndBack) {
 }
 
 TEST_F(DcpItem, EveryTruncationIsAnError) {
-  const std::string whole = slurp(folder() + "/contiguous.item");
+  const std::string whole = read_file(folder() + "/contiguous.item");
   for (size_t length = 0; length < whole.size(); length += 7) {
     spill(folder() + "/cut", whole.substr(0, length));
     EXPECT_THROW(read_tensor_item(open_item(folder(), "cut"), true, at::kFloat, 24), fsdp2::Error) << length;
@@ -127,7 +124,7 @@ TEST_F(DcpItem, EveryTruncationIsAnError) {
 }
 
 TEST_F(DcpItem, EveryFlippedByteIsAnErrorOrChangesNothing) {
-  const std::string whole = slurp(folder() + "/contiguous.item");
+  const std::string whole = read_file(folder() + "/contiguous.item");
   const at::Tensor expected = at::arange(24, at::kFloat).reshape({4, 6});
   size_t caught = 0;
   for (size_t i = 0; i < whole.size(); i += 3) {

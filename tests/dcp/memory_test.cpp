@@ -7,6 +7,7 @@
 #include <fstream>
 #include <string>
 
+#include "support/process_status.h"
 #include "support/ranks.h"
 
 namespace fsdp2::testing {
@@ -14,13 +15,7 @@ namespace {
 
 constexpr int64_t kMiB = 1 << 20;
 
-int64_t status_bytes(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.rfind(field + ":", 0) == 0) return std::stoll(line.substr(field.size() + 1)) * 1024;
-  }
-  return -1;
-}
+int64_t status_bytes(const std::string& field) { return process_status(field) * 1024; }
 
 /// Peak of resident memory during `body`, beyond what was resident before.
 template <class Body>

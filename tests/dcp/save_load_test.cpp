@@ -16,6 +16,7 @@ namespace fsdp2::dcp {
 namespace {
 
 namespace fs = std::filesystem;
+using fsdp2::testing::read_file;
 using fsdp2::testing::same;
 using fsdp2::testing::TempDir;
 
@@ -26,10 +27,6 @@ StateDict simple(float value) {
   return state;
 }
 
-std::string slurp(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 void spill(const fs::path& path, const std::string& content) { std::ofstream(path, std::ios::binary) << content; }
 
 TEST(DcpSave, RoundTripInPlaceWithReport) {
@@ -67,7 +64,7 @@ TEST(DcpSave, OverwritingIsAskedForAndReplacesTheFolder) {
   EXPECT_FALSE(fs::exists(path / "__7_0.distcp"));
   spill(path / "notes.txt", "mine");
   EXPECT_FSDP2_ERROR(save(simple(3), path, {.overwrite = true}), kInvalidArgument, "notes.txt");
-  EXPECT_EQ(slurp(path / "notes.txt"), "mine");
+  EXPECT_EQ(read_file(path / "notes.txt"), "mine");
   EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), fs::directory_iterator()), 1)
       << "a staging folder is left";
   fs::create_directory(fs::path(folder.path()) / "empty");
@@ -232,7 +229,7 @@ TEST(DcpLoad, LinksCutFilesAndForeignPicklesAreRefused) {
   const TempDir folder;
   const fs::path path = fs::path(folder.path()) / "ckpt";
   save(simple(5), path);
-  const std::string data = slurp(path / "__0_0.distcp"), metadata = slurp(path / ".metadata");
+  const std::string data = read_file(path / "__0_0.distcp"), metadata = read_file(path / ".metadata");
   StateDict state = simple(0);
 
   spill(path / "__0_0.distcp", data.substr(0, data.size() - 1));
@@ -266,7 +263,7 @@ TEST(DcpLoad, EveryFlippedByteOfTheMetadataIsAnErrorOrChangesNothing) {
   const TempDir folder;
   const fs::path path = fs::path(folder.path()) / "ckpt";
   save(simple(5), path);
-  const std::string whole = slurp(path / ".metadata");
+  const std::string whole = read_file(path / ".metadata");
   for (size_t i = 0; i < whole.size(); i += 2) {
     std::string flipped = whole;
     flipped[i] = static_cast<char>(flipped[i] ^ (1 << (i % 8)));

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <regex>
 #include <sstream>
@@ -12,13 +11,7 @@
 
 namespace {
 
-std::string read(const std::string& path) {
-  std::ifstream file(path);
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
+using fsdp2::testing::read_file;
 using fsdp2::testing::test_file;
 const std::string kTable = test_file("../docs/parity.md");
 
@@ -29,7 +22,7 @@ std::string source_of(const std::string& executable) {
 }
 
 TEST(Parity, NamesTestsThatExist) {
-  const std::string table = read(kTable);
+  const std::string table = read_file(kTable);
   const std::regex named("`([a-z0-9_]+): ([A-Za-z0-9]+)\\.([A-Za-z0-9]+)`");
   std::map<std::string, std::string> sources;
   int count = 0;
@@ -37,7 +30,7 @@ TEST(Parity, NamesTestsThatExist) {
     const std::string executable = (*match)[1], suite = (*match)[2], name = (*match)[3];
     const std::string path = source_of(executable);
     ASSERT_TRUE(std::filesystem::exists(path)) << (*match)[0] << ": there is no " << path;
-    const auto source = sources.try_emplace(executable, read(path)).first;
+    const auto source = sources.try_emplace(executable, read_file(path)).first;
     const std::regex declared("TEST(_F)?\\(\\s*" + suite + ",\\s*" + name + "\\b");
     EXPECT_TRUE(std::regex_search(source->second, declared)) << (*match)[0] << " is not in " << path;
     ++count;
@@ -47,7 +40,7 @@ TEST(Parity, NamesTestsThatExist) {
 
 TEST(Parity, HasOneRowForEveryUpstreamTest) {
   constexpr int kLast = 313;
-  std::istringstream table(read(kTable));
+  std::istringstream table(read_file(kTable));
   const std::regex row(R"(\| ([0-9][-0-9, ]*) \| (.*[^ ].*) \| (.*[^ ].*) \|)"), part("([0-9]+)(-([0-9]+))?");
   std::map<int, int> rows;
   for (std::string line; std::getline(table, line);) {

@@ -4,9 +4,9 @@
 #include <malloc.h>
 
 #include <filesystem>
-#include <fstream>
 
 #include "fsdp/models.h"
+#include "support/process_status.h"
 #include "support/ranks.h"
 #include "support/tensors.h"
 
@@ -27,12 +27,8 @@ struct Usage {
 Usage usage_now() {
   malloc_trim(0);  // what is free inside the allocator is no growth
   Usage usage;
-  std::ifstream status("/proc/self/status");
-  for (std::string key; status >> key;) {
-    if (key == "VmRSS:") status >> usage.resident_kb;
-    if (key == "Threads:") status >> usage.threads;
-    status.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
-  }
+  usage.resident_kb = process_status("VmRSS");
+  usage.threads = process_status("Threads");
   for ([[maybe_unused]] const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) ++usage.files;
   usage.unsharded_bytes = fsdp2::counters().unsharded_bytes;
   return usage;

@@ -4,6 +4,7 @@
 #include <fstream>
 
 #include "fsdp/models.h"
+#include "support/process_status.h"
 #include "support/ranks.h"
 #include "support/tensors.h"
 
@@ -202,20 +203,12 @@ RANKS_TEST(Init, InferenceModeFirstDoesNotSpoilTraining, 2) {
 
 // ----- memory -----
 
-int64_t status_kib(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.rfind(field + ":", 0) == 0) return std::stoll(line.substr(field.size() + 1));
-  }
-  return -1;
-}
-
 /// Most resident memory above what is resident before and what stays after, in MiB.
 double extra_mib(const std::function<void()>& action) {
-  const int64_t before = status_kib("VmRSS");
+  const int64_t before = process_status("VmRSS");
   std::ofstream("/proc/self/clear_refs") << "5";
   action();
-  const int64_t after = status_kib("VmRSS"), peak = status_kib("VmHWM");
+  const int64_t after = process_status("VmRSS"), peak = process_status("VmHWM");
   return static_cast<double>(peak - std::max(before, after)) / 1024;
 }
 

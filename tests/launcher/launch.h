@@ -22,6 +22,8 @@
 #include <thread>
 #include <vector>
 
+#include "support/ranks.h"
+
 namespace fsdp2::testing {
 
 using Clock = std::chrono::steady_clock;
@@ -69,11 +71,6 @@ std::string value_of(const std::string& text, const std::string& name);
 
 inline Clock::time_point in(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
-
-inline std::string read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 inline std::string fsdp2_program() {

@@ -17,8 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dcp_peer import rule_values, run_ranks
-
-from leave import leave
+from peer_rank import leave
 
 
 class Net(nn.Module):

@@ -3,9 +3,6 @@
 The same model and loop stand in events_peer_test.cpp. Only real transitions are written down: a gather that starts,
 whole parameters that are freed, a module that begins its forward or backward with whole parameters, a reduction.
 """
-import json
-import sys
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -16,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from leave import leave
+from peer_rank import run_cases
 
 ParamGroup = param_group.FSDPParamGroup
 events, groups, reducing = [], [], []
@@ -230,17 +227,4 @@ def run(case):
     return steps
 
 
-def main():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    trace_everything()
-    with open(sys.argv[1]) as file:
-        cases = json.load(file)
-    results = {name: run(case) for name, case in cases.items()}
-    if dist.get_rank() == 0:
-        with open(sys.argv[2], "w") as file:
-            json.dump(results, file)
-    leave()
-
-
-main()
+run_cases(run, trace_everything)

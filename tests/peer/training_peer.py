@@ -1,15 +1,12 @@
 """Trains the twin under Python's FSDP2 and writes losses and collective counts: training_peer.py CASES.json OUT.json"""
-import json
-import sys
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
-from leave import leave
 from llama_peer import hash_tokens, hashed_llama
+from peer_rank import run_cases
 
 counts = {"all_gathers": 0, "reduce_scatters": 0, "bytes": 0}
 
@@ -60,18 +57,9 @@ def run(case):
     return {"losses": losses, "steps": steps, "last_norm": norm.full_tensor().item()}
 
 
-def main():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def count_collectives():
     count_calls(collectives.DefaultAllGather, "all_gathers", 0)
     count_calls(collectives.DefaultReduceScatter, "reduce_scatters", 1)
-    with open(sys.argv[1]) as file:
-        cases = json.load(file)
-    results = {name: run(case) for name, case in cases.items()}
-    if dist.get_rank() == 0:
-        with open(sys.argv[2], "w") as file:
-            json.dump(results, file)
-    leave()
 
 
-main()
+run_cases(run, count_collectives)

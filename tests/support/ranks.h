@@ -50,6 +50,8 @@ class TempDir {
 
 /// Absolute path of a file under tests/ in the source tree.
 std::string test_file(const std::string& relative);
+/// All bytes of a file; empty where it cannot be read.
+std::string read_file(const std::string& path);
 /// Absolute path of the build tree that the test belongs to.
 std::string build_folder();
 

@@ -1,4 +1,4 @@
-#include "fsdp/post_accumulate.h"
+#include "fsdp/leaf_slot.h"
 
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -18,7 +18,7 @@ namespace {
 
 struct Hooks : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& param) override {
-    if (!deferred) {
+    if (!target) {
       at::Tensor alive = param;
       run(alive);
     }
@@ -30,7 +30,8 @@ struct Hooks : torch::autograd::PostAccumulateGradHook {
     }
   }
   std::vector<std::function<void(at::Tensor&)>> hooks;
-  bool deferred = false;
+  std::shared_ptr<LeafTarget> target;  // hooks wait for its group's reduction
+  std::shared_ptr<void> token;
 };
 
 torch::autograd::PostAccumulateGradHook* slot_of(const at::Tensor& param) {
@@ -56,7 +57,16 @@ Hooks& find_or_make(const at::Tensor& param) {
 
 }  // namespace
 
-void defer_post_accumulate_hooks(const at::Tensor& param) { find_or_make(param).deferred = true; }
+std::shared_ptr<LeafTarget> leaf_target_of(const at::Tensor& param) {
+  const Hooks* found = param.defined() ? find(param) : nullptr;
+  return found != nullptr ? found->target : nullptr;
+}
+
+void set_leaf_target(const at::Tensor& param, std::shared_ptr<LeafTarget> target, std::shared_ptr<void> token) {
+  Hooks& slot = find_or_make(param);
+  slot.target = std::move(target);
+  slot.token = std::move(token);
+}
 
 bool has_post_accumulate_hooks(const at::Tensor& param) {
   const Hooks* found = find(param);
