@@ -16,7 +16,8 @@ fail() { say "$*"; exit 1; }
 
 # package=what proves that it is there: a command, or a header
 required='g++=g++ cmake=cmake ninja-build=ninja nlohmann-json3-dev=nlohmann/json.hpp libcli11-dev=CLI/CLI.hpp
-  libxxhash-dev=xxhash.h zlib1g-dev=zlib.h libgtest-dev=gtest/gtest.h python3=python3 python3-venv=python-venv'
+  libxxhash-dev=xxhash.h zlib1g-dev=zlib.h libisal-dev=isa-l/crc.h libzstd-dev=zstd.h libgtest-dev=gtest/gtest.h
+  python3=python3 python3-venv=python-venv'
 faster='ccache=ccache mold=mold'
 
 have() {
@@ -66,7 +67,7 @@ install_packages
 find_torch
 if [ -z "${torch_root:-}" ]; then
   [ -z "${TORCH_ROOT:-}" ] || fail "TORCH_ROOT is $TORCH_ROOT, which holds no libtorch"
-  scripts/make_environment.sh .venv "torch==$torch_version" numpy safetensors
+  scripts/make_environment.sh .venv "torch==$torch_version" numpy safetensors zstandard
   find_torch
   [ -n "${torch_root:-}" ] || fail "no libtorch in .venv after installing torch==$torch_version"
 fi
@@ -75,14 +76,14 @@ usable() { # PYTHON: has the linked torch and what the tests import
   [ -n "$1" ] && "$1" - "$torch_found" <<'PY' 2>/dev/null
 import importlib.metadata, importlib.util, sys
 assert importlib.metadata.version("torch").split("+")[0] == sys.argv[1]
-assert all(importlib.util.find_spec(name) for name in ("numpy", "safetensors"))
+assert all(importlib.util.find_spec(name) for name in ("numpy", "safetensors", "zstandard"))
 PY
 }
 
 if ! usable "$torch_python"; then
   torch_python=$PWD/.venv-tests/bin/python
   if $with_tests; then
-    scripts/make_environment.sh .venv-tests "torch==$torch_found" numpy safetensors
+    scripts/make_environment.sh .venv-tests "torch==$torch_found" numpy safetensors zstandard
   elif ! usable "$torch_python"; then
     torch_python=
   fi

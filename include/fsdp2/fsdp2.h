@@ -5,6 +5,7 @@
 #include <fsdp2/clip_grad.h>
 #include <fsdp2/dcp/dcp.h>
 #include <fsdp2/dcp/state_dict.h>
+#include <fsdp2/dcp/storage.h>
 #include <fsdp2/dcp/value.h>
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/error.h>

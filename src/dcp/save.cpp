@@ -302,10 +302,4 @@ Metadata save(const StateDict& state, const std::filesystem::path& path, const S
   }
 }
 
-Value per_rank(Value) {
-  FSDP2_THROW(kUnsupported,
-              "[dcp] per_rank() is not offered yet: save values that differ between ranks under "
-              "keys of their own, e.g. \"rng.rank3\"");
-}
-
 }  // namespace fsdp2::dcp
