@@ -11,6 +11,7 @@
 #include <tuple>
 #include <unordered_set>
 
+#include "dcp/absences.h"
 #include "dcp/checkpoint_files.h"
 #include "dcp/exchange.h"
 #include "dcp/flatten.h"
@@ -51,15 +52,17 @@ class Loader {
       const size_t entry = files_.stored().find(leaf.fqn);
       if (entry == StoredMetadata::npos) {
         report_.missing.push_back(leaf.fqn);
+        absences_.add_missing(leaf);
       } else {
         check_leaf(leaf, entry);
         report_.loaded.push_back(leaf.fqn);
+        absences_.add_found(leaf);
       }
     }
     for (const auto& [fqn, entry] : files_.stored().metadata.entries) {
       if (!asked.count(fqn)) report_.unexpected.push_back(fqn);
     }
-    if (!report_.missing.empty() && !options_.allow_partial) throw_missing();
+    if (!options_.allow_partial) absences_.check(files_.folder().string());
   }
 
   LoadReport fill() {
@@ -68,6 +71,7 @@ class Loader {
               [&](const TensorTask& a, const TensorTask& b) { return first_place(a) < first_place(b); });
     for (TensorTask& task : tensors_) fill_tensor(task);
     for (ValueTask& task : values_) *task.target = std::move(task.content);
+    if (!options_.allow_partial) absences_.settle();
     for (LoadedObject& object : objects_) object.object->load_state_dict(*object.state);
     return std::move(report_);
   }
@@ -153,15 +157,6 @@ class Loader {
     tensors_.push_back({entry, leaf.fqn, leaf.value, sizes != saved.sizes});
   }
 
-  [[noreturn]] void throw_missing() const {
-    std::string names;
-    size_t shown = 0;
-    for (; shown < report_.missing.size() && shown < 10; ++shown) names += (shown ? ", " : "") + report_.missing[shown];
-    if (shown < report_.missing.size()) names += c10::str(" and ", report_.missing.size() - shown, " more");
-    FSDP2_THROW(kNotFound, "[dcp] the checkpoint ", files_.folder().string(),
-                " lacks keys that the target has: ", names, "; set allow_partial = true to keep their present values");
-  }
-
   std::tuple<std::string_view, uint64_t> first_place(const TensorTask& task) const {
     const auto& places = files_.stored().locations[task.entry];
     if (places.empty()) return {};
@@ -210,6 +205,7 @@ class Loader {
   const LoadOptions& options_;
   CheckpointFiles files_;
   LoadReport report_;
+  Absences absences_;
   std::vector<LoadedObject> objects_;
   std::vector<TensorTask> tensors_;
   std::vector<ValueTask> values_;

@@ -1,0 +1,61 @@
+#include "dcp/absences.h"
+
+#include <fsdp2/error.h>
+#include <fsdp2/log.h>
+
+#include <algorithm>
+
+namespace fsdp2::dcp::detail {
+namespace {
+
+std::string first_of(const std::vector<std::string>& names) {
+  const size_t shown = std::min<size_t>(names.size(), 10);
+  std::string text = c10::Join(", ", std::vector<std::string>(names.begin(), names.begin() + shown));
+  if (shown < names.size()) text += c10::str(" and ", names.size() - shown, " more");
+  return text;
+}
+
+}  // namespace
+
+void Absences::add_found(const Leaf& leaf) {
+  if (leaf.absent != Absent::kAllOrNone) return;
+  std::string& first = dicts_[leaf.dict].found;
+  if (first.empty()) first = leaf.fqn;
+}
+
+void Absences::add_missing(const Leaf& leaf) {
+  if (leaf.absent == Absent::kError) errors_.push_back(leaf.fqn);
+  if (leaf.absent == Absent::kKeepEach) kept_.push_back(leaf.fqn);
+  if (leaf.absent != Absent::kAllOrNone) return;
+  std::string& first = dicts_[leaf.dict].missing;
+  if (first.empty()) first = leaf.fqn;
+}
+
+void Absences::check(const std::string& folder) const {
+  for (const auto& [dict, keys] : dicts_) {
+    FSDP2_CHECK(keys.found.empty() || keys.missing.empty(), kNotFound, "[dcp] the checkpoint ", folder, " has ",
+                keys.found, " but not ", keys.missing,
+                ": a part of the state of one parameter cannot be loaded; save it anew, use an optimizer with the same "
+                "options, or name the key in allow_missing to keep its value");
+  }
+  FSDP2_CHECK(errors_.empty(), kNotFound, "[dcp] the checkpoint ", folder,
+              " lacks keys that the target has: ", first_of(errors_),
+              "; set allow_partial = true to keep their present values");
+}
+
+void Absences::settle() {
+  size_t emptied = 0;
+  std::string example;
+  for (const auto& [dict, keys] : dicts_) {
+    if (keys.missing.empty()) continue;
+    if (emptied++ == 0) example = keys.missing;
+    *dict = StateDict();
+  }
+  if (emptied > 0)
+    FSDP2_LOG_WARN("[dcp] the checkpoint has no state of ", emptied, " parameters, e.g. no ", example,
+                   "; they start afresh");
+  if (!kept_.empty())
+    FSDP2_LOG_WARN("[dcp] the checkpoint lacks the hyper-parameters ", first_of(kept_), "; they keep their values");
+}
+
+}  // namespace fsdp2::dcp::detail
