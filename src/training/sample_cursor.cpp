@@ -23,11 +23,14 @@ uint64_t mix(uint64_t x) {
 // Feistel network). A round can be undone, whatever the hash, so the whole is a bijection of [0, 2^bits), with a key
 // for each (seed, epoch). To stay within [0, size) it is applied again while the result lies outside: the walk along
 // the cycle of a point inside ends inside, and is a bijection too. `bits` is the least that holds `size`, so fewer than
-// two rounds are expected. No memory, no start-up, and position p of an epoch is known without those before it.
+// two walks are expected; data sets so small that halves of their bits cannot mix have more bits than they need, and
+// walk longer. No memory, no start-up, and position p of an epoch is known without those before it.
+constexpr int kLeastBits = 10;
+
 class Shuffle {
  public:
   Shuffle(int64_t size, int64_t seed, int64_t epoch) : size_(static_cast<uint64_t>(size)) {
-    const int bits = std::bit_width(size_ - 1);
+    const int bits = std::max<int>(kLeastBits, std::bit_width(size_ - 1));
     low_bits_ = bits - bits / 2;
     low_mask_ = mask(low_bits_);
     high_mask_ = mask(bits / 2);
