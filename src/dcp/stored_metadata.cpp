@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "dcp/file_system.h"
 #include "dcp/geometry.h"
 #include "dcp/scalar_types.h"
 #include "pickle/reader.h"
@@ -57,6 +56,7 @@ class Decoder {
     decode_entries(field(root, "state_dict_metadata"), stored);
     decode_paths(field(root, "planner_data"), stored);
     decode_locations(field(root, "storage_data"), stored);
+    stored.foreign = field(root, "storage_meta") != Graph::kNoState || field(root, "version") == Graph::kNoState;
     return stored;
   }
 
@@ -388,26 +388,18 @@ StoredMetadata decode_metadata(std::string_view pickle, const std::string& what)
   }
 }
 
-StoredMetadata read_metadata(const std::filesystem::path& folder) {
-  std::error_code error;
-  const auto status = std::filesystem::status(folder, error);
-  FSDP2_CHECK(status.type() != std::filesystem::file_type::not_found, kNotFound, "[dcp] there is no checkpoint at ",
-              folder.string());
-  FSDP2_CHECK(status.type() == std::filesystem::file_type::directory, kInvalidArgument, "[dcp] ", folder.string(),
-              " is not a folder");
-  if (!std::filesystem::exists(folder / kMetadataName, error)) {
-    FSDP2_CHECK(!std::filesystem::exists(folder / "__0.metadata", error), kUnsupported, "[dcp] ", folder.string(),
+StoredMetadata read_metadata(Storage& storage, const std::filesystem::path& folder) {
+  const std::vector<std::string> names = storage.list(folder);
+  const auto has = [&](const char* name) { return std::find(names.begin(), names.end(), name) != names.end(); };
+  FSDP2_CHECK(!names.empty(), kNotFound, "[dcp] there is no checkpoint at ", folder.string());
+  if (!has(kMetadataName)) {
+    FSDP2_CHECK(!has("__0.metadata"), kUnsupported, "[dcp] ", folder.string(),
                 " was saved with use_collectives=False (one metadata file per rank), which this "
                 "library does not read yet");
     FSDP2_THROW(kNotFound, "[dcp] there is no checkpoint at ", folder.string(), ": it has no ", kMetadataName,
                 "; the save did not finish, or this is not a checkpoint folder");
   }
-  const FileReader file(folder, kMetadataName);
-  FSDP2_CHECK(file.size() > 0 && file.size() < (uint64_t{1} << 31), kCorruption, "[dcp] ", file.name(), " is ",
-              file.size(), " bytes long");
-  std::string content(file.size(), '\0');
-  file.read(0, content.data(), content.size());
-  return decode_metadata(content, file.name());
+  return decode_metadata(read_file(storage, folder, kMetadataName), (folder / kMetadataName).string());
 }
 
 }  // namespace fsdp2::dcp::detail

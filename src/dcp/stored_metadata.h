@@ -12,9 +12,9 @@
 #include <variant>
 #include <vector>
 
-namespace fsdp2::dcp::detail {
+#include "dcp/file_names.h"
 
-inline constexpr const char* kMetadataName = ".metadata";
+namespace fsdp2::dcp::detail {
 
 struct ItemLocation {
   std::string file;
@@ -26,6 +26,8 @@ struct StoredMetadata {
   Metadata metadata;
   /// Beside metadata.entries: one location per chunk of a tensor, one for a value.
   std::vector<std::vector<ItemLocation>> locations;
+  /// Not written by this library, which leaves storage_meta out and names a version.
+  bool foreign = false;
 
   /// Index into metadata.entries, or npos.
   size_t find(const std::string& fqn) const;
@@ -41,6 +43,6 @@ std::string encode_metadata(const StoredMetadata& stored);
 /// `what` names the file in errors. Names, numbers and shapes are checked, also against each other.
 StoredMetadata decode_metadata(std::string_view pickle, const std::string& what);
 
-StoredMetadata read_metadata(const std::filesystem::path& folder);
+StoredMetadata read_metadata(Storage& storage, const std::filesystem::path& folder);
 
 }  // namespace fsdp2::dcp::detail

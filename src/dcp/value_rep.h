@@ -32,6 +32,8 @@ struct ValueAccess {
   static Value make(Kind kind, std::string text) { return Value::make(kind, std::move(text)); }
   static Value make(Kind kind, std::vector<Value> items) { return Value::make(kind, std::move(items)); }
   static std::vector<Value>& mutable_list(Value& value);
+  static bool is_per_rank(const Value& value) { return value.per_rank_; }
+  static void set_per_rank(Value& value, bool marked) { value.per_rank_ = marked; }
   /// The object if the value was made from one, else null.
   static std::shared_ptr<Stateful> stateful(const Value& value);
 };
