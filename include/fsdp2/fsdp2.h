@@ -12,10 +12,13 @@
 #include <fsdp2/fully_shard.h>
 #include <fsdp2/grad_scaler.h>
 #include <fsdp2/log.h>
+#include <fsdp2/lr_scheduler.h>
 #include <fsdp2/meta_init.h>
 #include <fsdp2/module.h>
 #include <fsdp2/policy.h>
 #include <fsdp2/process_group.h>
+#include <fsdp2/rng_state.h>
+#include <fsdp2/sample_cursor.h>
 #include <fsdp2/sequential.h>
 #include <fsdp2/tensor/dtensor.h>
 #include <fsdp2/tensor/placement.h>

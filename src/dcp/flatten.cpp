@@ -7,8 +7,6 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "dcp/value_rep.h"
-
 namespace fsdp2::dcp::detail {
 namespace {
 
@@ -99,7 +97,15 @@ class Flattener {
         if (objects_) objects_->push_back({box->object, &box->state});
       }
       auto* box = std::get_if<StatefulBox>(&content);
-      for (auto& [key, item] : box ? box->state : std::get<StateDict>(content)) child(key, key, item);
+      StateDict& dict = box ? box->state : std::get<StateDict>(content);
+      const Absent absent = ValueAccess::rep(value)->absent;
+      const size_t first = leaves_.size();
+      for (auto& [key, item] : dict) child(key, key, item);
+      if (absent == Absent::kError) return;
+      for (size_t i = first; i < leaves_.size(); ++i) {
+        leaves_[i].absent = absent;
+        leaves_[i].dict = &dict;
+      }
     } else if (value.kind() == Kind::List &&
                (style_ == FlattenStyle::kCurrent ? enters_list(value) : holds_tensor(value))) {
       std::vector<Value>& list = ValueAccess::mutable_list(value);

@@ -11,6 +11,8 @@
 #include <variant>
 #include <vector>
 
+#include "dcp/value_rep.h"
+
 namespace fsdp2::dcp::detail {
 
 using Path = std::vector<std::variant<std::string, int64_t>>;
@@ -19,6 +21,8 @@ struct Leaf {
   std::string fqn;  // the path joined by dots
   Path path;
   Value* value;  // inside of the dict that was flattened
+  Absent absent = Absent::kError;
+  StateDict* dict = nullptr;  // the one that says kAllOrNone
 };
 
 /// A Stateful that flatten() met, and the state that it gave (inside of the dict that was

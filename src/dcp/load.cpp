@@ -11,6 +11,7 @@
 #include <tuple>
 #include <unordered_set>
 
+#include "dcp/absences.h"
 #include "dcp/checkpoint_files.h"
 #include "dcp/exchange.h"
 #include "dcp/flatten.h"
@@ -54,15 +55,20 @@ class Loader {
       const size_t entry = files_.stored().find(leaf.fqn);
       if (entry == StoredMetadata::npos) {
         report_.missing.push_back(leaf.fqn);
+        if (!matches_any(options_.allow_missing, leaf.fqn)) absences_.add_missing(leaf);
       } else {
         check_leaf(leaf, entry);
         report_.loaded.push_back(leaf.fqn);
+        absences_.add_found(leaf);
       }
     }
     for (const auto& [fqn, entry] : files_.stored().metadata.entries) {
       if (!asked.count(fqn)) report_.unexpected.push_back(fqn);
     }
-    check_missing();
+    if (!options_.allow_partial) {
+      absences_.check(files_.folder().string(),
+                      [&](const std::string& fqn) { return files_.stored().find(fqn + ".0") != StoredMetadata::npos; });
+    }
     check_unexpected();
   }
 
@@ -72,6 +78,7 @@ class Loader {
               [&](const TensorTask& a, const TensorTask& b) { return first_place(a) < first_place(b); });
     for (TensorTask& task : tensors_) fill_tensor(task);
     for (ValueTask& task : values_) replace(*task.target, std::move(task.content));
+    if (!options_.allow_partial) absences_.settle();
     for (LoadedObject& object : objects_) object.object->load_state_dict(*object.state);
     return std::move(report_);
   }
@@ -157,24 +164,6 @@ class Loader {
     tensors_.push_back({entry, leaf.fqn, leaf.value, sizes != saved.sizes});
   }
 
-  void check_missing() const {
-    if (options_.allow_partial) return;
-    std::vector<std::string> names;
-    for (const std::string& fqn : report_.missing) {
-      if (!matches_any(options_.allow_missing, fqn)) names.push_back(fqn);
-    }
-    if (names.empty()) return;
-    // A value that every rank saved for itself, asked for as if it were one.
-    const auto of_rank = [&](const std::string& fqn) {
-      return files_.stored().find(fqn + ".0") != StoredMetadata::npos;
-    };
-    const bool per_rank = std::any_of(names.begin(), names.end(), of_rank);
-    FSDP2_THROW(kNotFound, "[dcp] the checkpoint ", files_.folder().string(),
-                " lacks keys that the target has: ", some_of(names),
-                per_rank ? "; it has one for each rank: mark the target with dcp::per_rank() too"
-                         : "; set allow_partial = true, or name them in allow_missing, to keep their present values");
-  }
-
   void check_unexpected() const {
     if (!options_.allow_unexpected) return;
     std::vector<std::string> names;
@@ -184,14 +173,6 @@ class Loader {
     FSDP2_CHECK(names.empty(), kInvalidArgument, "[dcp] the checkpoint ", files_.folder().string(),
                 " has keys that the target lacks: ", some_of(names),
                 "; add them to it, or name them in allow_unexpected");
-  }
-
-  static std::string some_of(const std::vector<std::string>& names) {
-    std::string text;
-    size_t shown = 0;
-    for (; shown < names.size() && shown < 10; ++shown) text += (shown ? ", " : "") + names[shown];
-    if (shown < names.size()) text += c10::str(" and ", names.size() - shown, " more");
-    return text;
   }
 
   /// A leaf stays what it was marked as.
@@ -251,6 +232,7 @@ class Loader {
   int rank_;
   CheckpointFiles files_;
   LoadReport report_;
+  Absences absences_;
   std::vector<LoadedObject> objects_;
   std::vector<TensorTask> tensors_;
   std::vector<ValueTask> values_;

@@ -1,405 +1,187 @@
 #include "dcp/stored_metadata.h"
 
 #include <fsdp2/error.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 
 #include <algorithm>
-#include <unordered_set>
+#include <bit>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <unordered_map>
 
 #include "dcp/geometry.h"
 #include "dcp/scalar_types.h"
-#include "pickle/reader.h"
-#include "pickle/writer.h"
 
 namespace fsdp2::dcp::detail {
 namespace {
 
-using pickle::Graph;
-using pickle::Ref;
-using pickle::Type;
+constexpr uint32_t kNoEntry = UINT32_MAX;
 
-constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata";
-constexpr std::string_view kOldModule = "torch.distributed._shard.sharded_tensor.metadata";  // up to torch 2.2
-constexpr std::string_view kFileModule = "torch.distributed.checkpoint.filesystem";
-constexpr size_t kMaxDims = 64;
-constexpr int64_t kMaxPathIndex = 1 << 20;
-
-bool allow_global(std::string_view module, std::string_view name) {
-  const auto any = [&](std::initializer_list<std::string_view> names) {
-    return std::find(names.begin(), names.end(), name) != names.end();
-  };
-  if (module == kModule) {
-    return any({"Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-                "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"});
-  }
-  if (module == kOldModule) return any({"TensorProperties", "MEM_FORMAT_ENCODING"});
-  if (module == kFileModule) return any({"_StorageInfo"});
-  if (module == "torch") return name == "Size" || dtype_from_name(name).has_value();
-  if (module == "torch.serialization") return any({"_get_layout"});
-  if (module == "collections") return any({"OrderedDict"});
-  if (module == "pathlib" || module == "pathlib._local")
-    return any({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"});
-  if (module == "_codecs") return any({"encode"});
-  if (module == "builtins" && name == "getattr")
-    return true;  // Python 3.11.0 to 3.11.3 name enum values so; never called
-  return (module == "builtins" || module == "__builtin__") && any({"set", "frozenset", "bytearray", "complex"});
+/// Of "__12.metadata": 12.
+std::optional<int> rank_of(std::string_view name) {
+  constexpr std::string_view kStart = "__", kEnd = kMetadataName;
+  if (!name.starts_with(kStart) || !name.ends_with(kEnd) || name.size() <= kStart.size() + kEnd.size()) return {};
+  const std::string_view digits = name.substr(kStart.size(), name.size() - kStart.size() - kEnd.size());
+  if (digits.size() > 9 || digits.find_first_not_of("0123456789") != std::string_view::npos) return {};
+  return std::stoi(std::string(digits));
 }
 
-class Decoder {
+StoredMetadata read_one(Storage& storage, const std::filesystem::path& folder, const std::string& name) {
+  return decode_metadata(read_file(storage, folder, name), (folder / name).string());
+}
+
+class Merger {
  public:
-  Decoder(const Graph& graph, const std::string& what, size_t pickle_bytes)
-      : graph_(graph), what_(what), max_path_bytes_((size_t{1} << 20) + 64 * pickle_bytes) {}
+  Merger(std::vector<StoredMetadata> parts, const std::vector<std::string>& names)
+      : parts_(std::move(parts)), names_(names) {}
 
   StoredMetadata run() {
-    StoredMetadata stored;
-    const Ref root = graph_.root();
-    expect_record(root, kModule, "Metadata");
-    decode_entries(field(root, "state_dict_metadata"), stored);
-    decode_paths(field(root, "planner_data"), stored);
-    decode_locations(field(root, "storage_data"), stored);
-    stored.foreign = field(root, "storage_meta") != Graph::kNoState || field(root, "version") == Graph::kNoState;
-    return stored;
+    size_t entries = 0;
+    for (const StoredMetadata& part : parts_) entries += part.metadata.entries.size();
+    by_name_.reserve(entries);
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      for (size_t k = 0; k < parts_[i].metadata.entries.size(); ++k) add(i, k);
+      result_.metadata.paths.merge(parts_[i].metadata.paths);  // the lowest rank's
+      result_.foreign |= parts_[i].foreign;
+    }
+    for (size_t i = 0; i < origins_.size(); ++i) {
+      if (auto* tensor = std::get_if<TensorEntry>(&result_.metadata.entries[i].second))
+        unite_chunks(i, *tensor, result_.locations[i]);
+    }
+    result_.index();
+    return std::move(result_);
   }
 
  private:
-  template <class... Parts>
-  [[noreturn]] void fail(const Parts&... parts) const {
-    FSDP2_THROW(kCorruption, "[dcp] ", what_, ": ", parts...);
-  }
-
-  void expect_record(Ref ref, std::string_view module, std::string_view name) const {
-    if (graph_.type(ref) != Type::kRecord || graph_.callee(ref) != Graph::Name{module, name}) {
-      fail("found a ", to_string(graph_.type(ref)), " where a ", name, " is expected");
+  void add(size_t part, size_t entry) {
+    auto& [fqn, content] = parts_[part].metadata.entries[entry];
+    auto& places = parts_[part].locations[entry];
+    const auto [known, fresh] = by_name_.try_emplace(fqn, origins_.size());
+    if (fresh) {
+      result_.metadata.entries.emplace_back(fqn, std::move(content));
+      result_.locations.push_back(std::move(places));
+      origins_.emplace_back(result_.locations.back().size(), part);
+      return;
+    }
+    auto& kept = result_.metadata.entries[known->second].second;
+    std::vector<size_t>& origins = origins_[known->second];
+    auto* here = std::get_if<TensorEntry>(&kept);
+    auto* there = std::get_if<TensorEntry>(&content);
+    const size_t first = origins.empty() ? 0 : origins[0];
+    if ((here == nullptr) != (there == nullptr))
+      disagree(fqn, first, here ? "a tensor" : "a value", part, there ? "a tensor" : "a value");
+    if (here == nullptr) return;  // a value that each rank wrote
+    if (here->dtype != there->dtype)
+      disagree(fqn, first, std::string(dtype_name(here->dtype)), part, std::string(dtype_name(there->dtype)));
+    if (here->sizes != there->sizes)
+      disagree(fqn, first, "of shape " + shape_text(here->sizes), part, "of shape " + shape_text(there->sizes));
+    for (size_t i = 0; i < there->chunks.size(); ++i) {
+      here->chunks.push_back(std::move(there->chunks[i]));
+      result_.locations[known->second].push_back(std::move(places[i]));
+      origins.push_back(part);
     }
   }
-  bool is_dict(Ref ref) const { return graph_.type(ref) == Type::kDict || graph_.type(ref) == Type::kOrderedDict; }
-  /// A field of a record; kNoState where it is absent or None.
-  Ref field(Ref record, std::string_view name) const {
-    const Ref state = graph_.state(record);
-    if (state == Graph::kNoState) return Graph::kNoState;
-    if (!is_dict(state)) fail("the state of a ", graph_.callee(record).name, " is a ", to_string(graph_.type(state)));
-    for (size_t i = 0; i < graph_.count(state); i += 2) {
-      const Ref key = graph_.begin(state)[i], value = graph_.begin(state)[i + 1];
-      if (graph_.type(key) == Type::kString && graph_.text(key) == name) {
-        return graph_.type(value) == Type::kNone ? Graph::kNoState : value;
+
+  /// Keeps one of the chunks that several ranks wrote, that of the lowest rank.
+  void unite_chunks(size_t entry, TensorEntry& tensor, std::vector<ItemLocation>& places) {
+    const std::vector<size_t>& origins = origins_[entry];
+    std::vector<Chunk>& chunks = tensor.chunks;
+    std::vector<size_t> order(chunks.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return chunks[a].offsets < chunks[b].offsets; });
+    std::vector<Chunk> united;
+    std::vector<ItemLocation> united_places;
+    size_t last = 0;
+    for (size_t i : order) {
+      const bool again = !united.empty() && united.back().offsets == chunks[i].offsets;
+      if (again && origins[i] != origins[last]) {
+        if (united.back().sizes == chunks[i].sizes) continue;
+        disagree(result_.metadata.entries[entry].first, origins[last],
+                 "at " + shape_text(chunks[i].offsets) + " of size " + shape_text(united.back().sizes), origins[i],
+                 "there of size " + shape_text(chunks[i].sizes));
       }
+      last = i;
+      united.push_back(std::move(chunks[i]));
+      united_places.push_back(std::move(places[i]));
     }
-    return Graph::kNoState;
-  }
-  Ref needed(Ref record, std::string_view name) const {
-    const Ref value = field(record, name);
-    if (value == Graph::kNoState) fail("a ", graph_.callee(record).name, " has no ", name);
-    return value;
-  }
-  std::vector<int64_t> sizes(Ref ref) const {
-    if (graph_.type(ref) == Type::kCall) {
-      if (graph_.callee(ref) != Graph::Name{"torch", "Size"} || graph_.count(graph_.arguments(ref)) != 1)
-        fail("found a call where a torch.Size is expected");
-      ref = *graph_.begin(graph_.arguments(ref));
-    }
-    const size_t count = graph_.count(ref);
-    if (count > kMaxDims) fail("found a shape of ", count, " dimensions; at most ", kMaxDims, " are read");
-    std::vector<int64_t> result(count);
-    for (size_t i = 0; i < count; ++i) result[i] = graph_.integer(graph_.begin(ref)[i]);
-    return result;
+    chunks = std::move(united);
+    places = std::move(united_places);
   }
 
-  void decode_entries(Ref dict, StoredMetadata& stored) {
-    if (dict == Graph::kNoState || !is_dict(dict)) fail("it has no state_dict_metadata");
-    auto& entries = stored.metadata.entries;
-    entries.reserve(graph_.count(dict) / 2);
-    for (size_t i = 0; i < graph_.count(dict); i += 2) {
-      std::string fqn(graph_.text(graph_.begin(dict)[i]));
-      const Ref value = graph_.begin(dict)[i + 1];
-      const Graph::Name name = graph_.callee(value);
-      if (name == Graph::Name{kModule, "BytesStorageMetadata"}) {
-        entries.emplace_back(std::move(fqn), BytesEntry{});
-        stored.locations.emplace_back(1);
-        continue;
-      }
-      expect_record(value, kModule, "TensorStorageMetadata");
-      TensorEntry entry = decode_tensor(fqn, value);
-      stored.locations.emplace_back(entry.chunks.size());
-      entries.emplace_back(std::move(fqn), std::move(entry));
-    }
-    stored.index();
-    std::unordered_set<std::string_view> seen;
-    for (const auto& [fqn, entry] : entries) {
-      if (!seen.insert(fqn).second) fail("the key ", fqn, " is there twice");
-    }
+  [[noreturn]] void disagree(const std::string& fqn, size_t first, const std::string& here, size_t second,
+                             const std::string& there) const {
+    FSDP2_THROW(kCorruption, "[dcp] ", fqn, " is ", here, " in ", names_[first], " and ", there, " in ", names_[second],
+                "; the files are not of one save");
   }
 
-  TensorEntry decode_tensor(const std::string& fqn, Ref ref) {
-    TensorEntry entry;
-    entry.dtype = decode_dtype(fqn, needed(ref, "properties"));
-    entry.sizes = sizes(needed(ref, "size"));
-    const auto numel = checked_numel(entry.sizes);
-    int64_t bytes = 0;
-    if (!numel || __builtin_mul_overflow(*numel, static_cast<int64_t>(c10::elementSize(entry.dtype)), &bytes)) {
-      fail(fqn, " has the impossible shape ", shape_text(entry.sizes));
-    }
-    const Ref chunks = needed(ref, "chunks");
-    // Honest chunks are objects of their own; one that is named again and again would fill the
-    // memory.
-    num_chunks_ += graph_.count(chunks);
-    if (num_chunks_ > graph_.size()) fail("it lists more chunks than it describes");
-    for (size_t i = 0; i < graph_.count(chunks); ++i) {
-      const Ref part = graph_.begin(chunks)[i];
-      expect_record(part, kModule, "ChunkStorageMetadata");
-      Chunk chunk{sizes(needed(part, "offsets")), sizes(needed(part, "sizes"))};
-      const std::string fault = chunk_fault(entry.sizes, chunk);
-      if (!fault.empty()) fail(fqn, " of shape ", shape_text(entry.sizes), ": ", fault);
-      entry.chunks.push_back(std::move(chunk));
-    }
-    return entry;
-  }
-
-  at::ScalarType decode_dtype(const std::string& fqn, Ref properties) const {
-    // A tuple (dtype, layout, requires_grad, memory format, pin_memory); only the dtype matters.
-    const Graph::Name name = graph_.callee(properties);
-    if (name.name != "TensorProperties" || graph_.state(properties) == Graph::kNoState)
-      fail(fqn, " has no tensor properties");
-    const Ref state = graph_.state(properties);
-    if (graph_.type(state) != Type::kTuple || graph_.count(state) < 1) fail(fqn, " has damaged tensor properties");
-    const Graph::Name dtype = graph_.global(*graph_.begin(state));
-    const auto type = dtype.module == "torch" ? dtype_from_name(dtype.name) : std::nullopt;
-    FSDP2_CHECK(type.has_value(), kUnsupported, "[dcp] ", what_, ": ", fqn, " has the dtype ", dtype.module, ".",
-                dtype.name, ", which this library does not know");
-    return *type;
-  }
-
-  void decode_paths(Ref dict, StoredMetadata& stored) {
-    if (dict == Graph::kNoState) return;  // saved without flattening
-    if (!is_dict(dict)) fail("its planner_data are a ", to_string(graph_.type(dict)));
-    for (size_t i = 0; i < graph_.count(dict); i += 2) {
-      const std::string fqn(graph_.text(graph_.begin(dict)[i]));
-      const Ref path = graph_.begin(dict)[i + 1];
-      auto& parts = stored.metadata.paths[fqn];
-      parts.clear();
-      for (size_t k = 0; k < graph_.count(path); ++k) {
-        const Ref part = graph_.begin(path)[k];
-        if (graph_.type(part) == Type::kString) {
-          parts.emplace_back(std::string(graph_.text(part)));
-          path_bytes_ += sizeof(parts[0]) + graph_.text(part).size();
-          if (path_bytes_ > max_path_bytes_) fail("its paths are out of all proportion");
-          continue;
-        }
-        const int64_t index = graph_.integer(part);
-        if (index < 0 || index > kMaxPathIndex)
-          fail(fqn, " sits at place ", index, " of a list; at most ", kMaxPathIndex, " are read");
-        parts.emplace_back(index);
-      }
-    }
-  }
-
-  void decode_locations(Ref dict, StoredMetadata& stored) {
-    if (dict == Graph::kNoState || !is_dict(dict)) fail("it has no storage_data");
-    for (size_t i = 0; i < graph_.count(dict); i += 2) {
-      const Ref key = graph_.begin(dict)[i], info = graph_.begin(dict)[i + 1];
-      expect_record(key, kModule, "MetadataIndex");
-      expect_record(info, kFileModule, "_StorageInfo");
-      const std::string fqn(graph_.text(needed(key, "fqn")));
-      const size_t entry = stored.find(fqn);
-      if (entry == StoredMetadata::npos) continue;  // of no use, of no harm
-      ItemLocation& place = find_place(fqn, stored, entry, field(key, "offset"));
-      if (place.present) continue;  // an empty chunk that several ranks wrote
-      place.present = true;
-      place.file = std::string(graph_.text(needed(info, "relative_path")));
-      check_file_name(place.file);
-      const int64_t offset = graph_.integer(needed(info, "offset")), length = graph_.integer(needed(info, "length"));
-      if (offset < 0 || length < 0) fail(fqn, " lies at offset ", offset, " with length ", length);
-      place.offset = static_cast<uint64_t>(offset);
-      place.length = static_cast<uint64_t>(length);
-      const Ref transforms = field(info, "transform_descriptors");
-      FSDP2_CHECK(transforms == Graph::kNoState || graph_.count(transforms) == 0, kUnsupported, "[dcp] ", what_, ": ",
-                  fqn,
-                  " was saved through a stream transform (compression), which this library does "
-                  "not read yet");
-    }
-  }
-
-  ItemLocation& find_place(const std::string& fqn, StoredMetadata& stored, size_t entry, Ref offset_ref) {
-    auto& places = stored.locations[entry];
-    const auto* tensor = std::get_if<TensorEntry>(&stored.metadata.entries[entry].second);
-    if (tensor == nullptr) return places[0];
-    if (offset_ref == Graph::kNoState) fail(fqn, " is a tensor, one of its storage entries has no offset");
-    const std::vector<int64_t> offsets = sizes(offset_ref);
-    const auto& chunks = tensor->chunks;
-    // An empty chunk may share its offset with nothing but other empty ones.
-    for (size_t i = 0; i < chunks.size(); ++i) {
-      if (chunks[i].offsets == offsets && !places[i].present) return places[i];
-    }
-    for (size_t i = 0; i < chunks.size(); ++i) {
-      if (chunks[i].offsets == offsets) return places[i];
-    }
-    fail(fqn, " has a storage entry at ", shape_text(offsets), ", where it has no chunk");
-  }
-
-  const Graph& graph_;
-  const std::string& what_;
-  size_t num_chunks_ = 0;
-  size_t path_bytes_ = 0, max_path_bytes_;
+  std::vector<StoredMetadata> parts_;
+  const std::vector<std::string>& names_;
+  StoredMetadata result_;
+  std::unordered_map<std::string_view, size_t> by_name_;  // keys in parts_
+  std::vector<std::vector<size_t>> origins_;              // the part that each location came from
 };
-
-void write_record(pickle::Writer& out, std::string_view module, std::string_view name) {
-  out.global(module, name);
-  out.tuple_of(0);
-  out.new_object();
-}
-
-void write_tensor(pickle::Writer& out, const TensorEntry& entry) {
-  write_record(out, kModule, "TensorStorageMetadata");
-  out.empty_dict();
-  out.mark();
-  out.text("properties");
-  write_record(out, kModule, "TensorProperties");
-  out.mark();
-  out.global("torch", dtype_name(entry.dtype));
-  out.global("torch.serialization", "_get_layout");
-  out.text("torch.strided");
-  out.tuple_of(1);
-  out.reduce();
-  out.boolean(false);
-  out.global(kModule, "_MEM_FORMAT_ENCODING");
-  out.integer(0);
-  out.tuple_of(1);
-  out.reduce();
-  out.boolean(false);
-  out.tuple();
-  out.build();
-  out.text("size");
-  out.torch_size(entry.sizes);
-  out.text("chunks");
-  out.empty_list();
-  out.mark();
-  for (const Chunk& chunk : entry.chunks) {
-    write_record(out, kModule, "ChunkStorageMetadata");
-    out.empty_dict();
-    out.mark();
-    out.text("offsets");
-    out.torch_size(chunk.offsets);
-    out.text("sizes");
-    out.torch_size(chunk.sizes);
-    out.set_items();
-    out.build();
-  }
-  out.appends();
-  out.set_items();
-  out.build();
-}
-
-void write_location(pickle::Writer& out, const std::string& fqn, const Chunk* chunk, const ItemLocation& place) {
-  write_record(out, kModule, "MetadataIndex");
-  out.empty_dict();
-  out.mark();
-  out.text("fqn");
-  out.text(fqn);
-  if (chunk != nullptr) {
-    out.text("offset");
-    out.torch_size(chunk->offsets);
-  }
-  out.set_items();
-  out.build();
-  write_record(out, kFileModule, "_StorageInfo");
-  out.empty_dict();
-  out.mark();
-  out.text("relative_path");
-  out.text(place.file);
-  out.text("offset");
-  out.integer(static_cast<int64_t>(place.offset));
-  out.text("length");
-  out.integer(static_cast<int64_t>(place.length));
-  out.set_items();
-  out.build();
-}
 
 }  // namespace
 
-size_t StoredMetadata::find(const std::string& fqn) const {
-  const auto found = by_name_.find(fqn);
-  return found == by_name_.end() ? npos : found->second;
+size_t StoredMetadata::slot_of(std::string_view fqn) const {
+  // The seed keeps files from choosing keys that meet in one slot.
+  static const uint64_t seed = std::random_device()();
+  size_t slot = XXH3_64bits_withSeed(fqn.data(), fqn.size(), seed) & (slots_.size() - 1);
+  while (slots_[slot] != kNoEntry && metadata.entries[slots_[slot]].first != fqn)
+    slot = (slot + 1) & (slots_.size() - 1);
+  return slot;
 }
-void StoredMetadata::index() {
-  by_name_.clear();
-  by_name_.reserve(metadata.entries.size());
-  for (size_t i = 0; i < metadata.entries.size(); ++i) by_name_.emplace(metadata.entries[i].first, i);
+size_t StoredMetadata::find(std::string_view fqn) const {
+  if (slots_.empty()) return npos;
+  const uint32_t entry = slots_[slot_of(fqn)];
+  return entry == kNoEntry ? npos : entry;
 }
-
-std::string encode_metadata(const StoredMetadata& stored) {
-  pickle::Writer out;
-  write_record(out, kModule, "Metadata");
-  out.empty_dict();
-  out.mark();
-  out.text("state_dict_metadata");
-  out.empty_dict();
-  out.mark();
-  for (const auto& [fqn, entry] : stored.metadata.entries) {
-    out.text(fqn);
-    if (const auto* tensor = std::get_if<TensorEntry>(&entry)) {
-      write_tensor(out, *tensor);
-    } else {
-      write_record(out, kModule, "BytesStorageMetadata");
+size_t StoredMetadata::index() {
+  size_t twice = npos;
+  slots_.assign(std::bit_ceil(2 * metadata.entries.size() + 1), kNoEntry);
+  for (size_t i = 0; i < metadata.entries.size(); ++i) {
+    uint32_t& slot = slots_[slot_of(metadata.entries[i].first)];
+    if (slot == kNoEntry) {
+      slot = static_cast<uint32_t>(i);
+    } else if (twice == npos) {
+      twice = i;
     }
   }
-  out.set_items();
-  out.text("planner_data");
-  out.empty_dict();
-  out.mark();
-  for (const auto& [fqn, path] : stored.metadata.paths) {
-    out.text(fqn);
-    out.mark();
-    for (const auto& part : path) {
-      if (const auto* text = std::get_if<std::string>(&part)) {
-        out.text(*text);
-      } else {
-        out.integer(std::get<int64_t>(part));
-      }
-    }
-    out.tuple();
-  }
-  out.set_items();
-  out.text("storage_data");
-  out.empty_dict();
-  out.mark();
-  for (size_t i = 0; i < stored.metadata.entries.size(); ++i) {
-    const auto& [fqn, entry] = stored.metadata.entries[i];
-    const auto* tensor = std::get_if<TensorEntry>(&entry);
-    for (size_t k = 0; k < stored.locations[i].size(); ++k)
-      write_location(out, fqn, tensor ? &tensor->chunks[k] : nullptr, stored.locations[i][k]);
-  }
-  out.set_items();
-  // storage_meta stays None: readers of torch 2.3 and older do not know its class.
-  out.text("storage_meta");
-  out.none();
-  out.text("version");
-  out.text("1.0.0");
-  out.set_items();
-  out.build();
-  return std::move(out).finish();
+  return twice;
 }
 
-StoredMetadata decode_metadata(std::string_view pickle, const std::string& what) {
-  const Graph graph = pickle::read(pickle, what, {.allow_global = allow_global});
-  try {
-    return Decoder(graph, what, pickle.size()).run();
-  } catch (const Error& error) {
-    const std::string text = error.what_without_backtrace();
-    if (text.find(what) != std::string::npos) throw;
-    FSDP2_THROW(kCorruption, "[dcp] ", what, ": ", text);
-  }
+StoredMetadata merge_metadata(std::vector<StoredMetadata> parts, const std::vector<std::string>& names) {
+  if (parts.size() == 1) return std::move(parts[0]);
+  return Merger(std::move(parts), names).run();
 }
 
 StoredMetadata read_metadata(Storage& storage, const std::filesystem::path& folder) {
-  const std::vector<std::string> names = storage.list(folder);
-  const auto has = [&](const char* name) { return std::find(names.begin(), names.end(), name) != names.end(); };
-  FSDP2_CHECK(!names.empty(), kNotFound, "[dcp] there is no checkpoint at ", folder.string());
-  if (!has(kMetadataName)) {
-    FSDP2_CHECK(!has("__0.metadata"), kUnsupported, "[dcp] ", folder.string(),
-                " was saved with use_collectives=False (one metadata file per rank), which this "
-                "library does not read yet");
-    FSDP2_THROW(kNotFound, "[dcp] there is no checkpoint at ", folder.string(), ": it has no ", kMetadataName,
-                "; the save did not finish, or this is not a checkpoint folder");
+  const std::vector<std::string> files = storage.list(folder);
+  FSDP2_CHECK(!files.empty(), kNotFound, "[dcp] there is no checkpoint at ", folder.string());
+  const auto has = [&](const std::string& name) { return std::find(files.begin(), files.end(), name) != files.end(); };
+  if (has(kMetadataName)) return read_one(storage, folder, kMetadataName);
+
+  std::map<int, std::string> by_rank;
+  for (const std::string& name : files) {
+    if (const auto rank = rank_of(name)) by_rank.emplace(*rank, name);
   }
-  return decode_metadata(read_file(storage, folder, kMetadataName), (folder / kMetadataName).string());
+  FSDP2_CHECK(!by_rank.empty(), kNotFound, "[dcp] there is no checkpoint at ", folder.string(), ": it has no ",
+              kMetadataName, has(".metadata.tmp") ? ", only .metadata.tmp" : "",
+              "; the save did not finish, or this is not a checkpoint folder");
+  std::vector<StoredMetadata> parts;
+  std::vector<std::string> names;
+  for (const auto& [rank, name] : by_rank) {
+    FSDP2_CHECK(rank == static_cast<int>(parts.size()), kCorruption, "[dcp] ", folder.string(),
+                " holds metadata of each rank, but not of rank ", parts.size(), ": there is ", name, " and no __",
+                parts.size(), kMetadataName, "; a file is missing or the save did not finish");
+    parts.push_back(read_one(storage, folder, name));
+    names.push_back((folder / name).string());
+  }
+  return merge_metadata(std::move(parts), names);
 }
 
 }  // namespace fsdp2::dcp::detail

@@ -19,10 +19,21 @@ struct StatefulBox {
   StateDict state;  // what state_dict() gave last
 };
 
+/// What load() does about keys of a dict that the checkpoint lacks and that its options do not allow to be missing.
+enum class Absent {
+  kError,
+  /// Each keeps its value, with a note: hyper-parameters, which come and go between releases.
+  kKeepEach,
+  /// All of them: the dict is emptied, with a note; only some: an error. The state of one parameter, which an
+  /// optimizer makes lazily.
+  kAllOrNone
+};
+
 struct ValueRep {
   Kind kind;
   std::variant<std::string, std::vector<Value>, at::Tensor, StateDict, Items, StatefulBox> content;
-  bool exposed = false;  // a mutable reference was handed out: copies must not share this any more
+  bool exposed = false;            // a mutable reference was handed out: copies must not share this any more
+  Absent absent = Absent::kError;  // of a dict
 };
 
 struct ValueAccess {
@@ -34,6 +45,8 @@ struct ValueAccess {
   static std::vector<Value>& mutable_list(Value& value);
   static bool is_per_rank(const Value& value) { return value.per_rank_; }
   static void set_per_rank(Value& value, bool marked) { value.per_rank_ = marked; }
+  /// Marks a dict.
+  static void set_absent(Value& dict, Absent absent) { mutable_rep(dict)->absent = absent; }
   /// The object if the value was made from one, else null.
   static std::shared_ptr<Stateful> stateful(const Value& value);
 };

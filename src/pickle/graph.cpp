@@ -2,6 +2,8 @@
 
 #include <fsdp2/error.h>
 
+#include <bit>
+
 namespace fsdp2::pickle {
 
 const char* to_string(Type type) noexcept {
@@ -11,24 +13,34 @@ const char* to_string(Type type) noexcept {
   return kNames[static_cast<size_t>(type)];
 }
 
-const Graph::Node& Graph::expect(Ref ref, Type type) const {
-  FSDP2_CHECK(nodes_[ref].type == type, kCorruption, "[pickle] found a ", to_string(nodes_[ref].type), " where a ",
-              to_string(type), " is expected");
-  return nodes_[ref];
+Graph::Node Graph::expect(Ref ref, Type wanted) const {
+  FSDP2_CHECK(type(ref) == wanted, kCorruption, "[pickle] found a ", to_string(type(ref)), " where a ",
+              to_string(wanted), " is expected");
+  return (ref & kImmediate) == 0 ? nodes_[ref] : Node{wanted, 0, 0, 0};
 }
 
-bool Graph::boolean(Ref ref) const { return expect(ref, Type::kBool).integer != 0; }
-int64_t Graph::integer(Ref ref) const { return expect(ref, Type::kInt).integer; }
-double Graph::real(Ref ref) const { return expect(ref, Type::kDouble).real; }
+bool Graph::boolean(Ref ref) const {
+  expect(ref, Type::kBool);
+  return ref == kTrue;
+}
+int64_t Graph::integer(Ref ref) const {
+  const Node node = expect(ref, Type::kInt);
+  // The lower 30 bits, the highest of them for the sign.
+  if ((ref & kImmediate) != 0) return static_cast<int32_t>(ref << 2) >> 2;
+  return static_cast<int64_t>(uint64_t{node.second} << 32 | node.first);
+}
+double Graph::real(Ref ref) const {
+  const Node node = expect(ref, Type::kDouble);
+  return std::bit_cast<double>(uint64_t{node.second} << 32 | node.first);
+}
 
 std::string_view Graph::text(Ref ref) const {
-  const Node& node = nodes_[ref];
-  switch (node.type) {
+  switch (type(ref)) {
     case Type::kString:
     case Type::kBytes:
     case Type::kByteArray:
     case Type::kLong:
-      return input_.substr(node.pair.first, node.pair.second);
+      return input_.substr(nodes_[ref].first, nodes_[ref].second);
     default:
       expect(ref, Type::kString);
       return {};
@@ -36,43 +48,40 @@ std::string_view Graph::text(Ref ref) const {
 }
 
 const Ref* Graph::begin(Ref ref) const {
-  const Node& node = nodes_[ref];
-  switch (node.type) {
+  switch (type(ref)) {
     case Type::kTuple:
-      return elements_.data() + node.pair.first;
     case Type::kList:
     case Type::kSet:
     case Type::kFrozenSet:
     case Type::kDict:
     case Type::kOrderedDict:
-      return containers_[node.extra].data();
+      return elements_.data() + (ref == kEmptyTuple ? 0 : nodes_[ref].first);
     default:
-      FSDP2_THROW(kCorruption, "[pickle] found a ", to_string(node.type), " where a collection is expected");
+      FSDP2_THROW(kCorruption, "[pickle] found a ", to_string(type(ref)), " where a collection is expected");
   }
 }
 size_t Graph::count(Ref ref) const {
   begin(ref);  // checks
-  const Node& node = nodes_[ref];
-  return node.type == Type::kTuple ? node.pair.second : containers_[node.extra].size();
+  return ref == kEmptyTuple ? 0 : nodes_[ref].second;
 }
 
 Graph::Name Graph::global(Ref ref) const {
-  const Node& node = expect(ref, Type::kGlobal);
-  return {text(node.pair.first), text(node.pair.second)};
+  const Node node = expect(ref, Type::kGlobal);
+  return {text(node.first), text(node.second)};
 }
 Graph::Name Graph::callee(Ref ref) const {
-  const Node& node = nodes_[ref];
-  if (node.type != Type::kCall && node.type != Type::kRecord) expect(ref, Type::kRecord);
-  return nodes_[node.extra].type == Type::kGlobal ? global(node.extra) : Name{};
+  if (type(ref) != Type::kCall && type(ref) != Type::kRecord) expect(ref, Type::kRecord);
+  const Ref callee = nodes_[ref].extra;
+  return type(callee) == Type::kGlobal ? global(callee) : Name{};
 }
 Ref Graph::arguments(Ref ref) const {
   callee(ref);  // checks
-  return nodes_[ref].pair.first;
+  return nodes_[ref].first;
 }
 Ref Graph::state(Ref ref) const {
   callee(ref);  // checks
-  return nodes_[ref].pair.second;
+  return nodes_[ref].second;
 }
-Ref Graph::persistent_id(Ref ref) const { return expect(ref, Type::kPersistent).pair.first; }
+Ref Graph::persistent_id(Ref ref) const { return expect(ref, Type::kPersistent).first; }
 
 }  // namespace fsdp2::pickle

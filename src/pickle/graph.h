@@ -10,7 +10,8 @@
 
 namespace fsdp2::pickle {
 
-/// Number of a node in its graph. Nodes may be shared, and may refer to each other in circles.
+/// A node of a graph. Nodes may be shared, and may refer to each other in circles. None, bools, small integers and the
+/// empty tuple have no node: the reference itself says them.
 using Ref = uint32_t;
 
 enum class Type : uint8_t {
@@ -40,7 +41,12 @@ const char* to_string(Type type) noexcept;
 class Graph {
  public:
   Ref root() const { return root_; }
-  Type type(Ref ref) const { return nodes_[ref].type; }
+  Type type(Ref ref) const {
+    if ((ref & kImmediate) == 0) return nodes_[ref].type;
+    if ((ref & kConstant) == 0) return Type::kInt;
+    return ref == kNone ? Type::kNone : ref == kEmptyTuple ? Type::kTuple : Type::kBool;
+  }
+  /// Nodes; their references are the numbers below it.
   size_t size() const { return nodes_.size(); }
 
   // Each throws kCorruption where the node has another type.
@@ -70,24 +76,27 @@ class Graph {
 
  private:
   friend class Machine;
+  // Note [Compact graphs]
+  // A million keys are some 20 million nodes, so a node is 12 bytes: a type, a number of 27 bits and two words. What
+  // has no node: references with the top bit hold a small integer, or one of the constants. The elements of all
+  // collections lie in one vector; a collection that grows after others were added moves to the end of it, with as
+  // much room again, so that the whole stays proportional to the input.
   struct Node {
-    Type type;
-    uint32_t extra;  // container number; callee of calls and records
-    union {
-      int64_t integer;
-      double real;
-      struct {
-        uint32_t first, second;  // offset and length; module and name; arguments and state
-      } pair;
-    };
+    Type type : 5;
+    uint32_t extra : 27;     // callee of calls and records; room of a collection that moved
+    uint32_t first, second;  // offset and length; module and name; arguments and state; first element and count; bits
   };
-  const Node& expect(Ref ref, Type type) const;
+  static_assert(sizeof(Node) == 12);
+  static constexpr Ref kImmediate = Ref{1} << 31, kConstant = Ref{1} << 30;
+  static constexpr Ref kNone = kImmediate | kConstant, kFalse = kNone + 1, kTrue = kNone + 2, kEmptyTuple = kNone + 3;
+  static constexpr size_t kMaxNodes = (size_t{1} << 27) - 1;
+
+  Node expect(Ref ref, Type type) const;
 
   Ref root_ = 0;
   std::string_view input_;
   std::vector<Node> nodes_;
-  std::vector<Ref> elements_;                 // of tuples, one after the other
-  std::vector<std::vector<Ref>> containers_;  // of lists, sets and dicts
+  std::vector<Ref> elements_;
 };
 
 }  // namespace fsdp2::pickle

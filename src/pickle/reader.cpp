@@ -60,15 +60,19 @@ enum Opcode : uint8_t {
 
 constexpr Ref kNothing = UINT32_MAX;
 constexpr size_t kMaxInput = size_t{1} << 31;
+constexpr size_t kMaxMarks = size_t{1} << 20;  // open at one time
 
 }  // namespace
 
 class Machine {
  public:
   Machine(std::string_view input, std::string_view what, const ReadOptions& options)
-      : input_(input), what_(what), options_(options) {
+      : input_(input), what_(what), options_(options), max_nodes_(std::min(options.max_nodes, Graph::kMaxNodes)) {
     if (input.size() > kMaxInput) fail("is ", input.size(), " bytes long; at most ", kMaxInput, " are read");
     graph_.input_ = input;
+    // What Python writes for metadata needs about that; pages that stay untouched cost nothing.
+    graph_.nodes_.reserve(std::min(max_nodes_, input.size() / 8));
+    graph_.elements_.reserve(input.size() / 4);
   }
 
   Graph run();
@@ -95,25 +99,26 @@ class Machine {
 
   // Nodes and stack.
   Graph::Node& node(Ref ref) { return graph_.nodes_[ref]; }
-  Ref add(Graph::Node fresh) {
-    if (graph_.nodes_.size() >= options_.max_nodes) fail("has more than ", options_.max_nodes, " objects");
-    graph_.nodes_.push_back(fresh);
+  Type type(Ref ref) const { return graph_.type(ref); }
+  Ref add(Type type, uint32_t extra, uint32_t first, uint32_t second) {
+    if (graph_.nodes_.size() >= max_nodes_) fail("has more than ", max_nodes_, " objects");
+    graph_.nodes_.push_back(Graph::Node{type, extra, first, second});
     return static_cast<Ref>(graph_.nodes_.size() - 1);
   }
-  Ref add_pair(Type type, uint32_t extra, uint32_t first, uint32_t second) {
-    Graph::Node fresh{type, extra, {0}};
-    fresh.pair = {first, second};
-    return add(fresh);
-  }
   void push(Ref ref) { stack_.push_back(ref); }
-  void push_integer(Type type, int64_t value) { push(add(Graph::Node{type, 0, {value}})); }
+  void push_integer(int64_t value) {
+    constexpr int64_t kSmall = int64_t{1} << 29;
+    if (value >= -kSmall && value < kSmall)
+      return push(Graph::kImmediate | (static_cast<Ref>(value) & (Graph::kConstant - 1)));
+    push_bits(Type::kInt, static_cast<uint64_t>(value));
+  }
+  void push_bits(Type type, uint64_t bits) {
+    push(add(type, 0, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)));
+  }
   Ref add_text(Type type, std::string_view text) {
-    return add_pair(type, 0, static_cast<uint32_t>(text.data() - input_.data()), static_cast<uint32_t>(text.size()));
+    return add(type, 0, static_cast<uint32_t>(text.data() - input_.data()), static_cast<uint32_t>(text.size()));
   }
-  void push_container(Type type) {
-    graph_.containers_.emplace_back();
-    push(add_pair(type, static_cast<uint32_t>(graph_.containers_.size() - 1), 0, 0));
-  }
+  void push_container(Type type) { push(add(type, 0, 0, 0)); }
   size_t floor() const { return marks_.empty() ? 0 : marks_.back(); }
   Ref pop() {
     if (stack_.size() <= floor()) fail("takes from an empty stack");
@@ -132,24 +137,54 @@ class Machine {
     marks_.pop_back();
     return mark;
   }
-  void push_tuple(size_t count) {
+  void push_tuple(size_t count, Type type = Type::kTuple) {
     if (stack_.size() < floor() + count) fail("takes from an empty stack");
-    auto& elements = graph_.elements_;
-    if (elements.size() + count > std::numeric_limits<uint32_t>::max()) fail("has too many tuple elements");
-    const auto first = static_cast<uint32_t>(elements.size());
-    elements.insert(elements.end(), stack_.end() - static_cast<ptrdiff_t>(count), stack_.end());
+    if (count == 0 && type == Type::kTuple) return push(Graph::kEmptyTuple);
+    const uint32_t first = reserve(count);
+    graph_.elements_.insert(graph_.elements_.end(), stack_.end() - static_cast<ptrdiff_t>(count), stack_.end());
     stack_.resize(stack_.size() - count);
-    push(add_pair(Type::kTuple, 0, first, static_cast<uint32_t>(count)));
+    push(add(type, 0, first, static_cast<uint32_t>(count)));
+  }
+  /// Where the next element goes; there is room for `count`.
+  uint32_t reserve(size_t count) const {
+    constexpr size_t kMaxElements = std::numeric_limits<uint32_t>::max();
+    if (count > kMaxElements - graph_.elements_.size()) fail("has more than ", kMaxElements, " elements");
+    return static_cast<uint32_t>(graph_.elements_.size());
   }
   /// Moves stack_[mark..] into the collection below it.
   void extend(size_t mark, bool (*accepts)(Type), bool pairs) {
     if (mark <= floor()) fail("adds to a collection that is not there");
     const Ref target = stack_[mark - 1];
-    if (!accepts(node(target).type)) fail("adds elements to a ", to_string(node(target).type));
-    if (pairs && (stack_.size() - mark) % 2 != 0) fail("sets a key without a value");
-    auto& container = graph_.containers_[node(target).extra];
-    container.insert(container.end(), stack_.begin() + static_cast<ptrdiff_t>(mark), stack_.end());
+    if (!accepts(type(target))) fail("adds elements to a ", to_string(type(target)));
+    const size_t count = stack_.size() - mark;
+    if (pairs && count % 2 != 0) fail("sets a key without a value");
+    Graph::Node& collection = node(target);
+    auto& elements = graph_.elements_;
+    const auto fresh = stack_.begin() + static_cast<ptrdiff_t>(mark);
+    const size_t end = size_t{collection.first} + collection.second, room = collection.extra - collection.second;
+    if (collection.extra != 0 && count <= room) {
+      std::copy(fresh, stack_.end(), elements.begin() + static_cast<ptrdiff_t>(end));
+    } else if (collection.extra == 0 && (collection.second == 0 || end == elements.size())) {
+      const uint32_t first = reserve(count);
+      if (collection.second == 0) collection.first = first;
+      elements.insert(elements.end(), fresh, stack_.end());
+    } else {
+      move_collection(collection, collection.second + count);
+      std::copy(fresh, stack_.end(), elements.begin() + collection.first + collection.second);
+    }
+    collection.second += static_cast<uint32_t>(count);
     stack_.resize(mark);
+  }
+  /// To the end of the elements, with room for twice as many as `needed`.
+  void move_collection(Graph::Node& collection, size_t needed) {
+    const size_t room = 2 * needed;
+    if (room > Graph::kMaxNodes) fail("has a collection of ", needed, " elements");
+    const uint32_t first = reserve(room);
+    auto& elements = graph_.elements_;
+    elements.resize(elements.size() + room, Graph::kNone);
+    std::copy_n(elements.begin() + collection.first, collection.second, elements.begin() + first);
+    collection.first = first;
+    collection.extra = static_cast<uint32_t>(room);
   }
 
   void put(uint64_t index, Ref ref) {
@@ -172,10 +207,11 @@ class Machine {
 
   std::string_view input_, what_;
   const ReadOptions& options_;
+  size_t max_nodes_;
   size_t position_ = 0;
   Graph graph_;
   std::vector<Ref> stack_, memo_;
-  std::vector<size_t> marks_;
+  std::vector<uint32_t> marks_;
   uint64_t memoized_ = 0;
 };
 
@@ -187,7 +223,7 @@ void Machine::push_global(Ref module, Ref name) {
                 ", which no checkpoint needs; nothing was imported or run; do not use a file from "
                 "a source you do not trust");
   }
-  push(add_pair(Type::kGlobal, 0, module, name));
+  push(add(Type::kGlobal, 0, module, name));
 }
 
 void Machine::read_global() {
@@ -205,22 +241,24 @@ void Machine::read_global() {
 void Machine::reduce() {
   const Ref arguments = pop();
   const Ref callee = pop();
-  if (node(arguments).type != Type::kTuple) fail("calls with a ", to_string(node(arguments).type), " for arguments");
-  if (node(callee).type == Type::kGlobal && graph_.count(arguments) == 0 &&
+  if (type(arguments) != Type::kTuple) fail("calls with a ", to_string(type(arguments)), " for arguments");
+  if ((callee & Graph::kImmediate) != 0) fail("calls a ", to_string(type(callee)));
+  if (type(callee) == Type::kGlobal && graph_.count(arguments) == 0 &&
       graph_.global(callee) == Graph::Name{"collections", "OrderedDict"}) {
     return push_container(Type::kOrderedDict);
   }
-  push(add_pair(Type::kCall, callee, arguments, Graph::kNoState));
+  push(add(Type::kCall, callee, arguments, Graph::kNoState));
 }
 
 void Machine::build() {
   const Ref state = pop();
   const Ref target = top();
+  if (type(target) == Type::kOrderedDict) return;  // attributes of a dict object (_metadata) carry no data
+  if (type(target) != Type::kCall && type(target) != Type::kRecord)
+    fail("sets the state of a ", to_string(type(target)));
   Graph::Node& object = node(target);
-  if (object.type == Type::kOrderedDict) return;  // attributes of a dict object (_metadata) carry no data
-  if (object.type != Type::kCall && object.type != Type::kRecord) fail("sets the state of a ", to_string(object.type));
-  if (object.pair.second != Graph::kNoState) fail("sets the state of one object twice");
-  object.pair.second = state;
+  if (object.second != Graph::kNoState) fail("sets the state of one object twice");
+  object.second = state;
 }
 
 void Machine::step(uint8_t opcode) {
@@ -240,33 +278,30 @@ void Machine::step(uint8_t opcode) {
       return;
     }
     case kMark:
-      return marks_.push_back(stack_.size());
+      if (marks_.size() >= kMaxMarks) fail("opens more than ", kMaxMarks, " collections at one time");
+      return marks_.push_back(static_cast<uint32_t>(stack_.size()));
     case kNone:
-      return push_integer(Type::kNone, 0);
+      return push(Graph::kNone);
     case kNewTrue:
-      return push_integer(Type::kBool, 1);
+      return push(Graph::kTrue);
     case kNewFalse:
-      return push_integer(Type::kBool, 0);
+      return push(Graph::kFalse);
     case kBinInt:
-      return push_integer(Type::kInt, static_cast<int32_t>(little(4)));
+      return push_integer(static_cast<int32_t>(little(4)));
     case kBinInt1:
-      return push_integer(Type::kInt, static_cast<int64_t>(little(1)));
+      return push_integer(static_cast<int64_t>(little(1)));
     case kBinInt2:
-      return push_integer(Type::kInt, static_cast<int64_t>(little(2)));
+      return push_integer(static_cast<int64_t>(little(2)));
     case kLong1:
     case kLong4: {
       std::string_view bytes = take(little(opcode == kLong1 ? 1 : 4));
       if (bytes.size() > 8) return push(add_text(Type::kLong, bytes));
       uint64_t value = !bytes.empty() && (bytes.back() & 0x80) ? ~uint64_t{0} : 0;
       std::memcpy(&value, bytes.data(), bytes.size());
-      return push_integer(Type::kInt, static_cast<int64_t>(value));
+      return push_integer(static_cast<int64_t>(value));
     }
-    case kBinFloat: {
-      const uint64_t bits = __builtin_bswap64(little(8));
-      Graph::Node fresh{Type::kDouble, 0, {0}};
-      std::memcpy(&fresh.real, &bits, sizeof(bits));
-      return push(add(fresh));
-    }
+    case kBinFloat:
+      return push_bits(Type::kDouble, __builtin_bswap64(little(8)));
     case kShortBinUnicode:
       return push(add_text(Type::kString, take(little(1))));
     case kBinUnicode:
@@ -309,20 +344,14 @@ void Machine::step(uint8_t opcode) {
       return extend(pop_mark(), is_dict, true);
     case kAddItems:
       return extend(pop_mark(), is_set, false);
-    case kFrozenSet: {
-      const size_t mark = pop_mark();
-      std::vector<Ref> elements(stack_.begin() + static_cast<ptrdiff_t>(mark), stack_.end());
-      stack_.resize(mark);
-      push_container(Type::kFrozenSet);
-      graph_.containers_.back() = std::move(elements);
-      return;
-    }
+    case kFrozenSet:
+      return push_tuple(stack_.size() - pop_mark(), Type::kFrozenSet);
     case kGlobal:
       return read_global();
     case kStackGlobal: {
       const Ref name = pop();
       const Ref module = pop();
-      if (node(name).type != Type::kString || node(module).type != Type::kString)
+      if (type(name) != Type::kString || type(module) != Type::kString)
         fail("names a global by something else than text");
       return push_global(module, name);
     }
@@ -331,15 +360,15 @@ void Machine::step(uint8_t opcode) {
     case kNewObj: {
       const Ref arguments = pop();
       const Ref callee = pop();
-      if (node(callee).type != Type::kGlobal) fail("makes an object of a ", to_string(node(callee).type));
-      return push(add_pair(Type::kRecord, callee, arguments, Graph::kNoState));
+      if (type(callee) != Type::kGlobal) fail("makes an object of a ", to_string(type(callee)));
+      return push(add(Type::kRecord, callee, arguments, Graph::kNoState));
     }
     case kBuild:
       return build();
     case kBinPersId: {
       if (!options_.allow_persistent) break;
       const Ref id = pop();
-      return push(add_pair(Type::kPersistent, 0, id, 0));
+      return push(add(Type::kPersistent, 0, id, 0));
     }
     case kMemoize:
       return put(memoized_++, top());

@@ -63,17 +63,39 @@ void Writer::bytes(std::string_view content) {
 }
 
 void Writer::global(std::string_view module, std::string_view name) {
-  std::string line = std::string(module) + '\n' + std::string(name) + '\n';
-  const auto [entry, fresh] = memo_.try_emplace(std::move(line), static_cast<uint32_t>(memo_.size()));
-  if (!fresh) {
-    op('j');
-    raw(entry->second);
-    return;
+  for (const Known& known : globals_) {
+    if (known.name == name && known.module == module) return remember(known.memo);
   }
   op('c');
-  out_.append(entry->first);
-  op('r');
-  raw(entry->second);
+  out_.append(module).append(1, '\n').append(name).append(1, '\n');
+  globals_.push_back({std::string(module), std::string(name), memoize()});
+}
+
+void Writer::name(std::string_view utf8) {
+  const auto [known, fresh] = names_.try_emplace(utf8, 0);
+  if (!fresh) return remember(known->second);
+  text(utf8);
+  known->second = memoize();
+}
+
+uint32_t Writer::memoize() {
+  if (memo_size_ < 256) {
+    op('q');
+    raw(static_cast<uint8_t>(memo_size_));
+  } else {
+    op('r');
+    raw(memo_size_);
+  }
+  return memo_size_++;
+}
+void Writer::remember(uint32_t memo) {
+  if (memo < 256) {
+    op('h');
+    raw(static_cast<uint8_t>(memo));
+  } else {
+    op('j');
+    raw(memo);
+  }
 }
 
 void Writer::tuple_of(size_t count) {

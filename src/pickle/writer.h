@@ -6,11 +6,12 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 namespace fsdp2::pickle {
 
-/// Emits opcodes in the order of the calls; the caller keeps the stack right. Globals are written
-/// once and then taken from the memo.
+/// Emits opcodes in the order of the calls; the caller keeps the stack right. Globals and names are written once and
+/// then taken from the memo.
 class Writer {
  public:
   Writer();
@@ -25,6 +26,11 @@ class Writer {
   /// bytes, in the way that protocol 2 has for them: an encoded text.
   void bytes(std::string_view content);
   void global(std::string_view module, std::string_view name);
+  /// text() for the few that come again and again: names of fields, of files. They must outlive the writer.
+  void name(std::string_view utf8);
+  /// Puts the top of the stack into the memo; remember() pushes it again.
+  uint32_t memoize();
+  void remember(uint32_t memo);
 
   void mark() { op('('); }
   void tuple() { op('t'); }     // of what lies above the mark
@@ -54,6 +60,8 @@ class Writer {
     tuple();
   }
 
+  /// Room for so many bytes in all.
+  void reserve(size_t bytes) { out_.reserve(bytes); }
   /// Ends the pickle.
   std::string finish() &&;
 
@@ -64,8 +72,15 @@ class Writer {
     out_.append(reinterpret_cast<const char*>(&value), sizeof(value));
   }
 
+  struct Known {
+    std::string module, name;
+    uint32_t memo;
+  };
+
   std::string out_;
-  std::unordered_map<std::string, uint32_t> memo_;
+  std::vector<Known> globals_;  // some ten or twenty: a search is quicker than a hash
+  std::unordered_map<std::string_view, uint32_t> names_;
+  uint32_t memo_size_ = 0;
 };
 
 /// Latin-1 text as UTF-8.
