@@ -6,16 +6,13 @@
 #include <algorithm>
 
 namespace fsdp2::dcp::detail {
-namespace {
 
-std::string first_of(const std::vector<std::string>& names) {
+std::string some_of(const std::vector<std::string>& names) {
   const size_t shown = std::min<size_t>(names.size(), 10);
   std::string text = c10::Join(", ", std::vector<std::string>(names.begin(), names.begin() + shown));
   if (shown < names.size()) text += c10::str(" and ", names.size() - shown, " more");
   return text;
 }
-
-}  // namespace
 
 void Absences::add_found(const Leaf& leaf) {
   if (leaf.absent != Absent::kAllOrNone) return;
@@ -31,16 +28,18 @@ void Absences::add_missing(const Leaf& leaf) {
   if (first.empty()) first = leaf.fqn;
 }
 
-void Absences::check(const std::string& folder) const {
+void Absences::check(const std::string& folder, const std::function<bool(const std::string&)>& saved_by_rank) const {
   for (const auto& [dict, keys] : dicts_) {
     FSDP2_CHECK(keys.found.empty() || keys.missing.empty(), kNotFound, "[dcp] the checkpoint ", folder, " has ",
                 keys.found, " but not ", keys.missing,
                 ": a part of the state of one parameter cannot be loaded; save it anew, use an optimizer with the same "
                 "options, or name the key in allow_missing to keep its value");
   }
+  const bool by_rank = std::any_of(errors_.begin(), errors_.end(), saved_by_rank);
   FSDP2_CHECK(errors_.empty(), kNotFound, "[dcp] the checkpoint ", folder,
-              " lacks keys that the target has: ", first_of(errors_),
-              "; set allow_partial = true to keep their present values");
+              " lacks keys that the target has: ", some_of(errors_),
+              by_rank ? "; it has one for each rank: mark the target with dcp::per_rank() too"
+                      : "; set allow_partial = true, or name them in allow_missing, to keep their present values");
 }
 
 void Absences::settle() {
@@ -55,7 +54,7 @@ void Absences::settle() {
     FSDP2_LOG_WARN("[dcp] the checkpoint has no state of ", emptied, " parameters, e.g. no ", example,
                    "; they start afresh");
   if (!kept_.empty())
-    FSDP2_LOG_WARN("[dcp] the checkpoint lacks the hyper-parameters ", first_of(kept_), "; they keep their values");
+    FSDP2_LOG_WARN("[dcp] the checkpoint lacks the hyper-parameters ", some_of(kept_), "; they keep their values");
 }
 
 }  // namespace fsdp2::dcp::detail

@@ -2,6 +2,7 @@
 
 // Keys that a checkpoint lacks: which of them matter.
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -10,13 +11,17 @@
 
 namespace fsdp2::dcp::detail {
 
+/// The first ten, and how many more there are.
+std::string some_of(const std::vector<std::string>& names);
+
 /// Collects the keys of a target in order; keys that the options of a load allow to be missing are not added.
 class Absences {
  public:
   void add_found(const Leaf& leaf);
   void add_missing(const Leaf& leaf);
-  /// kNotFound naming the keys whose absence is an error. `folder` is the checkpoint's.
-  void check(const std::string& folder) const;
+  /// kNotFound naming the keys whose absence is an error. `folder` is the checkpoint's; `saved_by_rank` says whether a
+  /// key was saved once for each rank.
+  void check(const std::string& folder, const std::function<bool(const std::string&)>& saved_by_rank) const;
   /// Empties the dicts of which nothing was saved, and says in the log what keeps its value.
   void settle();
 

@@ -3,6 +3,9 @@
 #include <ATen/Functions.h>
 #include <fsdp2/error.h>
 
+#include <algorithm>
+
+#include "dcp/file_writer.h"
 #include "dcp/geometry.h"
 #include "dcp/scalar_types.h"
 
@@ -19,8 +22,29 @@ at::Tensor part_of(at::Tensor tensor, const Chunk& box) {
 
 }  // namespace
 
-CheckpointFiles::CheckpointFiles(std::filesystem::path folder, bool verify)
-    : folder_(std::move(folder)), verify_(verify), stored_(read_metadata(folder_)) {}
+CheckpointFiles::CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify)
+    : storage_(storage ? std::move(storage) : local_storage()),
+      folder_(std::move(folder)),
+      verify_(verify),
+      stored_(read_metadata(*storage_, folder_)) {
+  if (verify_ && !stored_.foreign) read_checksums();
+}
+
+void CheckpointFiles::read_checksums() {
+  const std::vector<std::string> names = storage_->list(folder_);
+  if (!std::binary_search(names.begin(), names.end(), kChecksumsName)) return;
+  checksums_.emplace(
+      Checksums::decode(read_file(*storage_, folder_, kChecksumsName), (folder_ / kChecksumsName).string()));
+  for (const std::string& name : checksums_->files()) {
+    if (!name.ends_with(kMetadataName)) continue;
+    const std::string content = read_file(*storage_, folder_, name);
+    const std::vector<uint32_t> found = block_checksums(content);
+    const auto recorded = checksums_->find(name, 0, content.size());
+    FSDP2_CHECK(std::equal(found.begin(), found.end(), recorded.begin(), recorded.end()), kCorruption, "[dcp] ",
+                (folder_ / name).string(), " has another checksum than ", kChecksumsName,
+                " says; one of the two files was changed after saving");
+  }
+}
 
 ByteRange CheckpointFiles::range(size_t entry, size_t part) {
   const ItemLocation& place = stored_.locations[entry][part];
@@ -29,9 +53,16 @@ ByteRange CheckpointFiles::range(size_t entry, size_t part) {
   auto found = open_.find(place.file);
   if (found == open_.end()) {
     if (open_.size() >= kMaxOpenFiles) open_.clear();
-    found = open_.emplace(place.file, std::make_shared<FileReader>(folder_, place.file)).first;
+    found = open_.emplace(place.file, storage_->open(folder_, place.file)).first;
   }
-  return ByteRange(found->second, place.offset, place.length, fqn(entry));
+  std::span<const uint32_t> sums;
+  if (checksums_) {
+    sums = checksums_->find(place.file, place.offset, place.length);
+    FSDP2_CHECK(!sums.empty() || place.length == 0, kCorruption, "[dcp] ", (folder_ / kChecksumsName).string(),
+                " has no checksums of ", fqn(entry), " at offset ", place.offset, " of ", place.file,
+                "; it does not belong to these metadata");
+  }
+  return ByteRange(found->second, place.offset, place.length, fqn(entry), sums);
 }
 
 void CheckpointFiles::check_tensor(size_t entry) {
@@ -53,26 +84,36 @@ void CheckpointFiles::check_tensor(size_t entry) {
   }
 }
 
-at::Tensor CheckpointFiles::read_chunk(size_t entry, size_t chunk) {
+TensorItem CheckpointFiles::open_chunk(size_t entry, size_t chunk) {
   const TensorEntry& info = *tensor(entry);
-  const Chunk& box = info.chunks[chunk];
-  const at::Tensor read = read_tensor_item(range(entry, chunk), verify_, info.dtype, *checked_numel(box.sizes));
-  FSDP2_CHECK(read.sizes() == at::IntArrayRef(box.sizes), kCorruption, "[dcp] ", folder_.string(), ": the item of ",
-              fqn(entry), " at ", shape_text(box.offsets), " has the shape ", shape_text(read.sizes().vec()),
-              ", the metadata say ", shape_text(box.sizes));
-  return read;
+  return TensorItem(range(entry, chunk), verify_, info.dtype, info.chunks[chunk].sizes);
 }
 
 at::Tensor CheckpointFiles::read_whole(size_t entry) {
   check_tensor(entry);
   const TensorEntry& info = *tensor(entry);
-  if (info.chunks.size() == 1 && info.chunks[0].sizes == info.sizes && *checked_numel(info.sizes) > 0)
-    return read_chunk(entry, 0).contiguous();
   const at::Tensor whole = at::empty(info.sizes, at::TensorOptions().dtype(info.dtype));
   for (size_t i = 0; i < info.chunks.size(); ++i) {
-    if (*checked_numel(info.chunks[i].sizes) > 0) part_of(whole, info.chunks[i]).copy_(read_chunk(entry, i));
+    const Chunk& box = info.chunks[i];
+    if (*checked_numel(box.sizes) == 0) continue;
+    open_chunk(entry, i).copy_window({std::vector<int64_t>(box.sizes.size(), 0), box.sizes}, part_of(whole, box));
   }
   return whole;
+}
+
+void CheckpointFiles::check_item(size_t entry, size_t part) {
+  const ByteRange bytes = range(entry, part);
+  if (bytes.is_checked()) {
+    std::string block(static_cast<size_t>(std::min<uint64_t>(kChecksumBlock, bytes.size())), '\0');
+    for (uint64_t at = 0; at < bytes.size(); at += block.size())
+      bytes.read(at, block.data(), static_cast<size_t>(std::min<uint64_t>(block.size(), bytes.size() - at)));
+  }
+  ZipReader(bytes, verify_).check_all();
+  if (tensor(entry) == nullptr) {
+    read_value(entry);
+  } else {
+    open_chunk(entry, part);
+  }
 }
 
 Value CheckpointFiles::read_value(size_t entry) { return read_value_item(range(entry, 0), verify_); }

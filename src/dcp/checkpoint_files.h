@@ -4,20 +4,27 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 
+#include "dcp/checksums.h"
 #include "dcp/item.h"
 #include "dcp/stored_metadata.h"
+#include "dcp/tensor_item.h"
 
 namespace fsdp2::dcp::detail {
 
 class CheckpointFiles {
  public:
-  CheckpointFiles(std::filesystem::path folder, bool verify);
+  /// `storage` may be null: local_storage().
+  CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify);
 
   const std::filesystem::path& folder() const { return folder_; }
+  Storage& storage() const { return *storage_; }
   const StoredMetadata& stored() const { return stored_; }
+  /// Null where there are none, or they are not to be compared.
+  const Checksums* checksums() const { return checksums_ ? &*checksums_ : nullptr; }
   const std::string& fqn(size_t entry) const { return stored_.metadata.entries[entry].first; }
   /// Null for a value.
   const TensorEntry* tensor(size_t entry) const {
@@ -27,19 +34,23 @@ class CheckpointFiles {
   /// kCorruption unless the chunks of the tensor cover it exactly and the files hold enough bytes
   /// for it.
   void check_tensor(size_t entry);
-  /// Chunk `chunk` as a plain tensor of the chunk's shape.
-  at::Tensor read_chunk(size_t entry, size_t chunk);
+  TensorItem open_chunk(size_t entry, size_t chunk);
   /// The whole tensor, on CPU.
   at::Tensor read_whole(size_t entry);
   Value read_value(size_t entry);
+  /// Reads every byte of one item, compares it with its checksums, and what it says of itself with the metadata.
+  void check_item(size_t entry, size_t part);
 
  private:
   ByteRange range(size_t entry, size_t part);
+  void read_checksums();
 
+  std::shared_ptr<Storage> storage_;
   std::filesystem::path folder_;
   bool verify_;
   StoredMetadata stored_;
-  std::unordered_map<std::string, std::shared_ptr<const FileReader>> open_;
+  std::optional<Checksums> checksums_;
+  std::unordered_map<std::string, std::shared_ptr<const InputFile>> open_;
 };
 
 }  // namespace fsdp2::dcp::detail

@@ -21,6 +21,8 @@ class Exchange {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  /// Different for different groups that exist at a time.
+  const void* id() const { return group_.get(); }
 
   /// Runs `work` on every rank and gives every rank all results, by rank. If it throws anywhere,
   /// every rank gets an fsdp2::Error that names the first rank that failed and says why. `doing`

@@ -51,10 +51,11 @@ std::string key_text(const Value& key, const std::string& where) {
 
 class Flattener {
  public:
-  Flattener(std::vector<LoadedObject>* objects, FlattenStyle style) : objects_(objects), style_(style) {}
+  explicit Flattener(const FlattenOptions& options)
+      : rank_(std::to_string(options.rank)), objects_(options.objects), style_(options.style) {}
 
   std::vector<Leaf> run(StateDict& state) {
-    for (auto& [key, value] : state) visit({key}, key, value, 0);
+    for (auto& [key, value] : state) enter({key}, key, value, 0);
     std::unordered_set<std::string_view> seen;
     for (const Leaf& leaf : leaves_) {
       FSDP2_CHECK(seen.insert(leaf.fqn).second, kInvalidArgument, "[dcp] two values have the joined key '", leaf.fqn,
@@ -64,13 +65,21 @@ class Flattener {
   }
 
  private:
+  void enter(Path path, std::string fqn, Value& value, int depth) {
+    if (ValueAccess::is_per_rank(value)) {
+      path.emplace_back(rank_);
+      fqn += "." + rank_;
+    }
+    visit(std::move(path), std::move(fqn), value, depth);
+  }
+
   void visit(Path path, std::string fqn, Value& value, int depth) {
     FSDP2_CHECK(depth < kMaxDepth, kInvalidArgument, "[dcp] '", fqn.substr(0, 200), "' is nested deeper than ",
                 kMaxDepth, " levels");
     const auto child = [&](auto part, const std::string& text, Value& item) {
       Path longer = path;
       longer.emplace_back(part);
-      visit(std::move(longer), fqn + "." + text, item, depth + 1);
+      enter(std::move(longer), fqn + "." + text, item, depth + 1);
     };
     const bool enter_dict =
         is_dict(value) && (style_ == FlattenStyle::kCurrent || ValueAccess::stateful(value) || holds_tensor(value));
@@ -106,6 +115,7 @@ class Flattener {
     }
   }
 
+  std::string rank_;
   std::vector<LoadedObject>* objects_;
   FlattenStyle style_;
   std::vector<Leaf> leaves_;
@@ -153,9 +163,7 @@ std::string path_text(const Path& path) {
 
 }  // namespace
 
-std::vector<Leaf> flatten(StateDict& state, std::vector<LoadedObject>* objects, FlattenStyle style) {
-  return Flattener(objects, style).run(state);
-}
+std::vector<Leaf> flatten(StateDict& state, const FlattenOptions& options) { return Flattener(options).run(state); }
 
 StateDict unflatten(std::vector<std::pair<Path, Value>> leaves) {
   // Lists may have gaps where empty dicts were, but no more than a state of this size can explain.

@@ -36,10 +36,15 @@ struct LoadedObject {
 /// tensors.
 enum class FlattenStyle { kCurrent, kBefore24 };
 
+struct FlattenOptions {
+  int rank = 0;                                  ///< where values marked by per_rank() go
+  std::vector<LoadedObject>* objects = nullptr;  ///< collects the objects that are met
+  FlattenStyle style = FlattenStyle::kCurrent;
+};
+
 /// Unshares what it walks through, so that leaves can be assigned. kInvalidArgument: two paths give
 /// one name.
-std::vector<Leaf> flatten(StateDict& state, std::vector<LoadedObject>* objects = nullptr,
-                          FlattenStyle style = FlattenStyle::kCurrent);
+std::vector<Leaf> flatten(StateDict& state, const FlattenOptions& options);
 
 /// The reverse. kCorruption naming the key where paths contradict each other.
 StateDict unflatten(std::vector<std::pair<Path, Value>> leaves);

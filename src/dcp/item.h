@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "dcp/zip_archive.h"
 
@@ -19,7 +20,7 @@ at::Tensor storable(const at::Tensor& tensor, const std::string& fqn);
 void check_storable(const at::Tensor& tensor, const std::string& fqn);
 
 /// Writes a tensor made by storable().
-void write_tensor_item(FileWriter& out, const at::Tensor& tensor, bool checksums);
+void write_tensor_item(ByteSink& out, const at::Tensor& tensor);
 
 /// A plain value, pickled; `tensors` inside of it go to records of their own.
 struct PickledValue {
@@ -28,11 +29,8 @@ struct PickledValue {
   bool raw = false;  // `pickle` is a whole archive (Kind::Opaque)
 };
 PickledValue pickle_value(const Value& value, const std::string& fqn);
-void write_value_item(FileWriter& out, const PickledValue& value, bool checksums);
+void write_value_item(ByteSink& out, const PickledValue& value);
 
-/// The tensor of an item, strides and conj/neg applied. `dtype` and `numel` are what the metadata
-/// promise; memory is taken only for what is there.
-at::Tensor read_tensor_item(const ByteRange& bytes, bool verify, at::ScalarType dtype, int64_t numel);
 /// The value of an item; Kind::Opaque (the item's bytes) where it refers to classes that are not
 /// plain data.
 Value read_value_item(const ByteRange& bytes, bool verify);

@@ -1,13 +1,11 @@
-#include <ATen/Functions.h>
 #include <fsdp2/error.h>
 
-#include <algorithm>
-#include <cstring>
 #include <optional>
 #include <unordered_map>
 
 #include "dcp/item.h"
 #include "dcp/scalar_types.h"
+#include "dcp/tensor_item.h"
 #include "dcp/value_rep.h"
 #include "pickle/reader.h"
 
@@ -21,142 +19,9 @@ using pickle::Type;
 constexpr int kMaxDepth = 200;
 constexpr size_t kMaxPickleBytes = size_t{1} << 30;
 constexpr size_t kMaxBigIntBytes = 4096;
-constexpr size_t kMaxDims = 64;
 
 /// Found a class that is not plain data: the item is kept as it is.
 struct NotPlainData {};
-
-std::vector<int64_t> integers(const Graph& graph, Ref ref) {
-  if (graph.type(ref) == Type::kCall && graph.callee(ref) == Graph::Name{"torch", "Size"}) {
-    const Ref arguments = graph.arguments(ref);
-    FSDP2_CHECK(graph.count(arguments) == 1, kCorruption, "[dcp] a torch.Size with ", graph.count(arguments),
-                " arguments");
-    return integers(graph, *graph.begin(arguments));
-  }
-  const size_t count = graph.count(ref);
-  FSDP2_CHECK(count <= kMaxDims, kCorruption, "[dcp] a shape with ", count, " dimensions");
-  std::vector<int64_t> result(count);
-  for (size_t i = 0; i < count; ++i) result[i] = graph.integer(graph.begin(ref)[i]);
-  return result;
-}
-
-void swap_bytes(at::Tensor& data, size_t element) {
-  auto* bytes = static_cast<char*>(data.mutable_data_ptr());
-  for (int64_t i = 0; element > 1 && i + static_cast<int64_t>(element) <= data.numel();
-       i += static_cast<int64_t>(element)) {
-    std::reverse(bytes + i, bytes + i + element);
-  }
-}
-
-/// Reads tensors out of one archive.
-class TensorReader {
- public:
-  TensorReader(const ZipReader& archive, const Graph& graph) : archive_(archive), graph_(graph) {
-    if (const auto* order = archive.find("byteorder")) big_endian_ = archive.read_text(*order, 16) == "big";
-  }
-
-  static bool is_tensor(const Graph& graph, Ref ref) {
-    if (graph.type(ref) != Type::kCall) return false;
-    const Graph::Name callee = graph.callee(ref);
-    return callee.module == "torch._utils" &&
-           (callee.name == "_rebuild_tensor_v2" || callee.name == "_rebuild_tensor_v3");
-  }
-
-  /// `promised`: elements that the metadata name, to refuse a wrong item before reading it.
-  at::Tensor read(Ref ref, std::optional<at::ScalarType> wanted = {}, std::optional<int64_t> promised = {}) {
-    const bool v3 = graph_.callee(ref).name == "_rebuild_tensor_v3";
-    const Ref arguments = graph_.arguments(ref);
-    const size_t count = graph_.count(arguments), least = v3 ? 7 : 6;
-    if (count < least || count > least + 1) fail("a tensor is described by ", count, " arguments");
-    const Ref* argument = graph_.begin(arguments);
-    const int64_t offset = graph_.integer(argument[1]);
-    const std::vector<int64_t> sizes = integers(graph_, argument[2]), strides = integers(graph_, argument[3]);
-    std::optional<at::ScalarType> type;
-    if (v3) {
-      const Graph::Name name = graph_.global(argument[6]);
-      if (name.module == "torch") type = dtype_from_name(name.name);
-      if (!type) fail("its dtype is ", name.module, ".", name.name);
-    }
-    const at::Tensor storage = read_storage(graph_.persistent_id(argument[0]), type);
-    const int64_t elements = storage.numel() / static_cast<int64_t>(c10::elementSize(*type));
-    if (wanted && *type != *wanted)
-      fail("its dtype is ", dtype_name(*type), ", the metadata say ", dtype_name(*wanted));
-
-    if (strides.size() != sizes.size() || offset < 0) fail("its shape and strides do not fit together");
-    int64_t numel = 1, last = offset;
-    bool overflow = false;
-    for (size_t d = 0; d < sizes.size(); ++d) {
-      if (sizes[d] < 0 || strides[d] < 0) fail("it has a negative size or stride");
-      overflow |= __builtin_mul_overflow(numel, sizes[d], &numel);
-      int64_t span = 0;
-      overflow |= sizes[d] > 0 && __builtin_mul_overflow(sizes[d] - 1, strides[d], &span);
-      overflow |= __builtin_add_overflow(last, span, &last);
-    }
-    const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
-    if (!empty && (overflow || last >= elements)) fail("its last element is ", last, " of ", elements, " stored ones");
-    if (promised && (empty ? 0 : numel) != *promised) fail("it has ", numel, " elements, the metadata say ", *promised);
-    at::Tensor result = at::empty({0}, at::TensorOptions().dtype(*type));
-    result.set_(storage.storage(), offset, sizes, strides);
-    if (count > least) apply_flags(result, argument[least]);
-    return result;
-  }
-
- private:
-  template <class... Parts>
-  [[noreturn]] void fail(const Parts&... parts) const {
-    FSDP2_THROW(kCorruption, "[dcp] ", archive_.what(), ": damaged tensor: ", parts...);
-  }
-
-  /// Bytes of the storage; sets `type` from its class unless it is untyped.
-  at::Tensor read_storage(Ref id, std::optional<at::ScalarType>& type) {
-    if (graph_.type(id) != Type::kTuple || graph_.count(id) != 5) fail("its storage is not described by five things");
-    const Ref* part = graph_.begin(id);
-    const Graph::Name name = graph_.global(part[1]);
-    const bool untyped = name == Graph::Name{"torch.storage", "UntypedStorage"};
-    if (!untyped) {
-      const auto stored = name.module == "torch" ? dtype_of_storage_class(name.name) : std::nullopt;
-      if (!stored) fail("its storage is a ", name.module, ".", name.name);
-      type = stored;
-    }
-    if (!type) fail("its storage has no dtype");
-    const int64_t element = untyped ? 1 : static_cast<int64_t>(c10::elementSize(*type));
-    const int64_t count = graph_.integer(part[4]);
-    const std::string key(graph_.text(part[2]));
-    const ZipReader::Record& record = archive_.at("data/" + key);
-    int64_t bytes = 0;
-    if (count < 0 || __builtin_mul_overflow(count, element, &bytes) || static_cast<uint64_t>(bytes) != record.size) {
-      fail("its storage of ", count, " elements is ", record.size, " bytes long");
-    }
-    if (const auto known = storages_.find(key); known != storages_.end()) return known->second;
-    at::Tensor data = at::empty({bytes}, at::kByte);
-    archive_.read(record, bytes ? data.mutable_data_ptr() : nullptr);
-    if (big_endian_) swap_bytes(data, c10::elementSize(*type) / (c10::isComplexType(*type) ? 2 : 1));
-    storages_.emplace(key, data);
-    return data;
-  }
-
-  void apply_flags(at::Tensor& tensor, Ref flags) {
-    if (graph_.type(flags) == Type::kNone) return;
-    if (graph_.type(flags) != Type::kDict && graph_.type(flags) != Type::kOrderedDict)
-      fail("its flags are a ", to_string(graph_.type(flags)));
-    for (size_t i = 0; i < graph_.count(flags); i += 2) {
-      const std::string_view name = graph_.text(graph_.begin(flags)[i]);
-      if (!graph_.boolean(graph_.begin(flags)[i + 1])) continue;
-      if (name == "conj" && tensor.is_complex()) {
-        tensor = tensor.conj().resolve_conj();
-      } else if (name == "neg" && tensor.scalar_type() != at::kBool) {
-        tensor = tensor.neg();
-      } else {
-        fail("it has the unknown flag ", name);
-      }
-    }
-  }
-
-  const ZipReader& archive_;
-  const Graph& graph_;
-  bool big_endian_ = false;
-  std::unordered_map<std::string, at::Tensor> storages_;
-};
 
 /// Turns the nodes of a pickle into a Value. Shared nodes become shared values.
 class ValueBuilder {
@@ -241,7 +106,7 @@ class ValueBuilder {
 
   Value make_call(Ref ref, int depth) {
     if (graph_.state(ref) != Graph::kNoState) throw NotPlainData();
-    if (TensorReader::is_tensor(graph_, ref)) return tensors_.read(ref);
+    if (is_tensor(graph_, ref)) return tensors_.read(tensors_.describe(ref));
     const auto [module, name] = graph_.callee(ref);
     const std::vector<Value> arguments = elements(graph_.arguments(ref), depth);
     const bool builtin = module == "builtins" || module == "__builtin__";
@@ -297,16 +162,6 @@ class ValueBuilder {
 };
 
 }  // namespace
-
-at::Tensor read_tensor_item(const ByteRange& bytes, bool verify, at::ScalarType dtype, int64_t numel) {
-  const ZipReader archive(bytes, verify);
-  const std::string content = archive.read_text(archive.at("data.pkl"), kMaxPickleBytes);
-  const Graph graph = pickle::read(content, bytes.what(), {.allow_persistent = true});
-  FSDP2_CHECK(TensorReader::is_tensor(graph, graph.root()), kCorruption, "[dcp] ", bytes.what(),
-              ": the metadata say tensor, the item holds a ", to_string(graph.type(graph.root())),
-              " (quantized and other special tensors are not read)");
-  return TensorReader(archive, graph).read(graph.root(), dtype, numel);
-}
 
 Value read_value_item(const ByteRange& bytes, bool verify) {
   const ZipReader archive(bytes, verify);

@@ -38,9 +38,8 @@ void write_tensor(pickle::Writer& out, const at::Tensor& tensor, const std::stri
   out.reduce();
 }
 
-void write_archive(FileWriter& file, const std::string& pickle, const std::vector<at::Tensor>& tensors,
-                   bool checksums) {
-  ZipWriter archive(file, checksums);
+void write_archive(ByteSink& out, const std::string& pickle, const std::vector<at::Tensor>& tensors) {
+  ZipWriter archive(out);
   archive.record("data.pkl", pickle);
   archive.record(".format_version", "1");
   archive.record(".storage_alignment", "64");
@@ -181,10 +180,10 @@ at::Tensor storable(const at::Tensor& tensor, const std::string& fqn) {
   return plain.contiguous();
 }
 
-void write_tensor_item(FileWriter& out, const at::Tensor& tensor, bool checksums) {
+void write_tensor_item(ByteSink& out, const at::Tensor& tensor) {
   pickle::Writer pickle;
   write_tensor(pickle, tensor, "0");
-  write_archive(out, std::move(pickle).finish(), {tensor}, checksums);
+  write_archive(out, std::move(pickle).finish(), {tensor});
 }
 
 PickledValue pickle_value(const Value& value, const std::string& fqn) {
@@ -200,9 +199,12 @@ PickledValue pickle_value(const Value& value, const std::string& fqn) {
   return result;
 }
 
-void write_value_item(FileWriter& out, const PickledValue& value, bool checksums) {
-  if (value.raw) return out.write(value.pickle.data(), value.pickle.size());
-  write_archive(out, value.pickle, value.tensors, checksums);
+void write_value_item(ByteSink& out, const PickledValue& value) {
+  if (value.raw) {
+    out.write(value.pickle.data(), value.pickle.size());
+  } else {
+    write_archive(out, value.pickle, value.tensors);
+  }
 }
 
 }  // namespace fsdp2::dcp::detail

@@ -17,7 +17,10 @@
 #include "dcp/flatten.h"
 #include "dcp/geometry.h"
 #include "dcp/local_parts.h"
+#include "dcp/patterns.h"
+#include "dcp/save_run.h"
 #include "dcp/scalar_types.h"
+#include "dcp/value_rep.h"
 #include "tensor/dtensor_spec.h"
 
 namespace fsdp2::dcp {
@@ -40,8 +43,8 @@ struct ValueTask {
 
 class Loader {
  public:
-  Loader(StateDict& state, const std::filesystem::path& path, const LoadOptions& options)
-      : state_(state), options_(options), files_(path, options.verify_checksums) {}
+  Loader(StateDict& state, const std::filesystem::path& path, const LoadOptions& options, int rank)
+      : state_(state), options_(options), rank_(rank), files_(options.storage, path, options.verify_checksums) {}
 
   /// Looks at everything that can be wrong without changing the target.
   void check() {
@@ -52,7 +55,7 @@ class Loader {
       const size_t entry = files_.stored().find(leaf.fqn);
       if (entry == StoredMetadata::npos) {
         report_.missing.push_back(leaf.fqn);
-        absences_.add_missing(leaf);
+        if (!matches_any(options_.allow_missing, leaf.fqn)) absences_.add_missing(leaf);
       } else {
         check_leaf(leaf, entry);
         report_.loaded.push_back(leaf.fqn);
@@ -62,7 +65,11 @@ class Loader {
     for (const auto& [fqn, entry] : files_.stored().metadata.entries) {
       if (!asked.count(fqn)) report_.unexpected.push_back(fqn);
     }
-    if (!options_.allow_partial) absences_.check(files_.folder().string());
+    if (!options_.allow_partial) {
+      absences_.check(files_.folder().string(),
+                      [&](const std::string& fqn) { return files_.stored().find(fqn + ".0") != StoredMetadata::npos; });
+    }
+    check_unexpected();
   }
 
   LoadReport fill() {
@@ -70,7 +77,7 @@ class Loader {
     std::sort(tensors_.begin(), tensors_.end(),
               [&](const TensorTask& a, const TensorTask& b) { return first_place(a) < first_place(b); });
     for (TensorTask& task : tensors_) fill_tensor(task);
-    for (ValueTask& task : values_) *task.target = std::move(task.content);
+    for (ValueTask& task : values_) replace(*task.target, std::move(task.content));
     if (!options_.allow_partial) absences_.settle();
     for (LoadedObject& object : objects_) object.object->load_state_dict(*object.state);
     return std::move(report_);
@@ -81,7 +88,7 @@ class Loader {
   /// keys that the target lacks and the old way of flattening gives one of those, the checkpoint is
   /// old.
   std::vector<Leaf> choose_leaves() {
-    std::vector<Leaf> leaves = flatten(state_, &objects_);
+    std::vector<Leaf> leaves = flatten(state_, {.rank = rank_, .objects = &objects_});
     std::unordered_set<std::string> asked;
     for (const Leaf& leaf : leaves) asked.insert(leaf.fqn);
     const auto& entries = files_.stored().metadata.entries;
@@ -89,13 +96,13 @@ class Loader {
         std::all_of(entries.begin(), entries.end(), [&](const auto& entry) { return asked.count(entry.first) != 0; });
     if (all_asked) return leaves;
     StateDict copy = state_;
-    const std::vector<Leaf> old = flatten(copy, nullptr, FlattenStyle::kBefore24);
+    const std::vector<Leaf> old = flatten(copy, {.rank = rank_, .style = FlattenStyle::kBefore24});
     const bool is_old = std::any_of(old.begin(), old.end(), [&](const Leaf& leaf) {
       return !asked.count(leaf.fqn) && files_.stored().find(leaf.fqn) != StoredMetadata::npos;
     });
     if (!is_old) return leaves;
     objects_.clear();
-    return flatten(state_, &objects_, FlattenStyle::kBefore24);
+    return flatten(state_, {.rank = rank_, .objects = &objects_, .style = FlattenStyle::kBefore24});
   }
 
   void check_leaf(const Leaf& leaf, size_t entry) {
@@ -157,6 +164,23 @@ class Loader {
     tensors_.push_back({entry, leaf.fqn, leaf.value, sizes != saved.sizes});
   }
 
+  void check_unexpected() const {
+    if (!options_.allow_unexpected) return;
+    std::vector<std::string> names;
+    for (const std::string& fqn : report_.unexpected) {
+      if (!matches_any(*options_.allow_unexpected, fqn)) names.push_back(fqn);
+    }
+    FSDP2_CHECK(names.empty(), kInvalidArgument, "[dcp] the checkpoint ", files_.folder().string(),
+                " has keys that the target lacks: ", some_of(names),
+                "; add them to it, or name them in allow_unexpected");
+  }
+
+  /// A leaf stays what it was marked as.
+  static void replace(Value& target, Value content) {
+    ValueAccess::set_per_rank(content, ValueAccess::is_per_rank(target));
+    target = std::move(content);
+  }
+
   std::tuple<std::string_view, uint64_t> first_place(const TensorTask& task) const {
     const auto& places = files_.stored().locations[task.entry];
     if (places.empty()) return {};
@@ -164,24 +188,26 @@ class Loader {
   }
 
   void fill_tensor(TensorTask& task) {
-    if (on_meta(task.value->tensor())) *task.value = fresh_like(task.value->tensor());
+    if (on_meta(task.value->tensor())) replace(*task.value, fresh_like(task.value->tensor()));
     const std::vector<LocalPart> parts = local_parts(task.value->tensor(), task.fqn);
     if (is_filled(parts)) return;
     const fsdp2::detail::BelowDTensor below;
     const TensorEntry& saved = *files_.tensor(task.entry);
     for (size_t i = 0; i < saved.chunks.size(); ++i) {
-      at::Tensor chunk;  // read when the first part needs it: at most one is held
+      const Chunk& from = saved.chunks[i];
+      std::optional<TensorItem> item;  // opened when the first part needs it
       for (const LocalPart& part : parts) {
-        const Chunk& from = saved.chunks[i];
         if (task.reshaped) {
           if (checked_numel(from.sizes) == 1)
-            part.data.copy_(files_.read_chunk(task.entry, i).reshape(part.data.sizes()));
+            part.data.copy_(files_.open_chunk(task.entry, i).whole().reshape(part.data.sizes()));
           continue;
         }
-        const std::optional<Chunk> meet = part.data.numel() > 0 ? intersect(from, part.box) : std::nullopt;
+        std::optional<Chunk> meet = part.data.numel() > 0 ? intersect(from, part.box) : std::nullopt;
         if (!meet) continue;
-        if (!chunk.defined()) chunk = files_.read_chunk(task.entry, i);
-        window(part.data, *meet, part.box).copy_(window(chunk, *meet, from));
+        if (!item) item.emplace(files_.open_chunk(task.entry, i));
+        const at::Tensor to = window(part.data, *meet, part.box);
+        for (size_t d = 0; d < meet->offsets.size(); ++d) meet->offsets[d] -= from.offsets[d];
+        item->copy_window(*meet, to);
       }
     }
   }
@@ -203,6 +229,7 @@ class Loader {
 
   StateDict& state_;
   const LoadOptions& options_;
+  int rank_;
   CheckpointFiles files_;
   LoadReport report_;
   Absences absences_;
@@ -221,7 +248,8 @@ LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadO
   std::optional<Loader> loader;
   LoadReport report;
   exchange.gather("checking a checkpoint", [&] {
-    loader.emplace(state, path, options);
+    finish_async_save();
+    loader.emplace(state, path, options, exchange.rank());
     loader->check();
     return std::string();
   });

@@ -10,13 +10,14 @@ namespace fsdp2::dcp {
 
 using namespace detail;
 
+// Of the process that reads only: a save in the background is not waited for.
 struct Reader::Impl {
   CheckpointFiles files;
   Value read(size_t entry) { return files.tensor(entry) ? Value(files.read_whole(entry)) : files.read_value(entry); }
 };
 
 Reader::Reader(const std::filesystem::path& path, const LoadOptions& options)
-    : impl_(std::make_unique<Impl>(Impl{CheckpointFiles(path, options.verify_checksums)})) {}
+    : impl_(std::make_unique<Impl>(Impl{CheckpointFiles(options.storage, path, options.verify_checksums)})) {}
 Reader::~Reader() = default;
 Reader::Reader(Reader&&) noexcept = default;
 Reader& Reader::operator=(Reader&&) noexcept = default;

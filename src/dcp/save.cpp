@@ -1,305 +1,303 @@
+#include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <fsdp2/dcp/dcp.h>
 #include <fsdp2/error.h>
-#include <zlib.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
 
 #include <algorithm>
 #include <optional>
 #include <unordered_map>
 
-#include "dcp/exchange.h"
-#include "dcp/file_system.h"
-#include "dcp/flatten.h"
-#include "dcp/geometry.h"
-#include "dcp/item.h"
-#include "dcp/local_parts.h"
-#include "dcp/scalar_types.h"
+#include "dcp/file_writer.h"
+#include "dcp/save_run.h"
 #include "dcp/stored_metadata.h"
 
 namespace fsdp2::dcp {
+
+namespace detail {
 namespace {
 
-using namespace detail;
+void check_options(const SaveOptions& options) {
+  FSDP2_CHECK(options.files_per_rank >= 1 && options.files_per_rank <= 1024, kInvalidArgument,
+              "[dcp] SaveOptions::files_per_rank is ", options.files_per_rank, "; it is 1 to 1024");
+  FSDP2_CHECK(!options.file_per_item || options.files_per_rank == 1, kInvalidArgument,
+              "[dcp] SaveOptions::file_per_item and files_per_rank exclude each other");
+  FSDP2_CHECK(!options.safetensors && !options.zstd, kUnsupported,
+              "[dcp] SaveOptions::safetensors and zstd are not offered yet");
+}
 
-/// What this rank could write for one key.
-struct LocalItem {
-  std::string fqn;
-  Path path;
-  std::optional<TensorEntry> tensor;  // chunks: those of this rank; none for a value
-  std::vector<at::Tensor> data;       // one per chunk
-  PickledValue value;
-};
-
-/// What all ranks together write for one key.
-struct GlobalItem {
-  std::string fqn;
-  Path path;
-  std::optional<TensorEntry> tensor;
-  int first_rank = 0;
-  uint64_t fingerprint = 0;               // of a value
-  std::vector<std::vector<int>> holders;  // ranks that have chunk i (the value)
-  std::vector<int> owners;                // the one that writes it
-};
-
-std::vector<LocalItem> make_local_items(StateDict& state) {
-  std::vector<LocalItem> items;
-  for (Leaf& leaf : flatten(state)) {
-    LocalItem item{std::move(leaf.fqn), std::move(leaf.path), {}, {}, {}};
-    if (leaf.value->kind() == Kind::Tensor) {
-      const at::Tensor& tensor = leaf.value->tensor();
-      item.tensor = TensorEntry{tensor.scalar_type(), tensor.sizes().vec(), {}};
-      for (LocalPart& part : local_parts(tensor, item.fqn)) {
-        check_storable(part.data, item.fqn);
-        item.tensor->chunks.push_back(std::move(part.box));
-        item.data.push_back(std::move(part.data));
+/// Content hashes of what other ranks hold too: they must have the same. In order of the plan.
+std::vector<uint64_t> replica_prints(int rank, const SavePlan& plan, const std::vector<SaveItem>& items) {
+  std::unordered_map<std::string_view, const SaveItem*> by_name;
+  std::vector<uint64_t> prints;
+  for (const PlannedItem& planned : plan.items) {
+    for (size_t k = 0; k < planned.holders.size(); ++k) {
+      const auto& holders = planned.holders[k];
+      if (holders.size() < 2 || !std::binary_search(holders.begin(), holders.end(), rank)) continue;
+      if (by_name.empty()) {
+        for (const SaveItem& item : items) by_name.emplace(item.fqn, &item);
       }
-      dtype_name(tensor.scalar_type());  // also where this rank has no part
-    } else {
-      item.value = pickle_value(*leaf.value, item.fqn);
-    }
-    items.push_back(std::move(item));
-  }
-  return items;
-}
-
-uint64_t fingerprint(const PickledValue& value) {
-  const auto head =
-      static_cast<uint64_t>(crc32_z(0, reinterpret_cast<const Bytef*>(value.pickle.data()), value.pickle.size()));
-  return head | (static_cast<uint64_t>(value.pickle.size()) << 32);
-}
-
-std::string encode_plan(const std::string& staging, const std::vector<LocalItem>& items) {
-  ByteWriter out;
-  out.text(staging);
-  for (const LocalItem& item : items) {
-    out.text(item.fqn);
-    out.number(uint64_t{item.path.size()});
-    for (const auto& part : item.path) {
-      const auto* text = std::get_if<std::string>(&part);
-      out.number(uint8_t{text != nullptr});
-      if (text != nullptr) {
-        out.text(*text);
+      const SaveItem& item = *by_name.at(planned.fqn);
+      uint64_t print = XXH3_64bits(item.value.pickle.data(), item.value.pickle.size());
+      const auto mix = [&](const at::Tensor& tensor) {
+        const at::Tensor plain = storable(tensor, item.fqn);
+        if (plain.nbytes() > 0) print = XXH3_64bits_withSeed(plain.const_data_ptr(), plain.nbytes(), print);
+      };
+      if (planned.tensor) {
+        const auto& mine = item.tensor->chunks;
+        for (size_t i = 0; i < mine.size(); ++i) {
+          if (mine[i].offsets == planned.tensor->chunks[k].offsets && mine[i].sizes == planned.tensor->chunks[k].sizes)
+            mix(item.data[i]);
+        }
       } else {
-        out.number(std::get<int64_t>(part));
+        for (const at::Tensor& tensor : item.value.tensors) mix(tensor);
       }
+      prints.push_back(print);
     }
-    out.number(uint8_t{item.tensor.has_value()});
-    if (!item.tensor) {
-      out.number(fingerprint(item.value));
-      continue;
+  }
+  return prints;
+}
+
+void check_replicas(const SavePlan& plan, const std::vector<std::vector<uint64_t>>& prints) {
+  std::vector<size_t> next(prints.size(), 0);
+  for (const PlannedItem& planned : plan.items) {
+    for (const auto& holders : planned.holders) {
+      if (holders.size() < 2) continue;
+      const auto print = [&](int rank) {
+        return prints[static_cast<size_t>(rank)].at(next[static_cast<size_t>(rank)]);
+      };
+      for (const int rank : holders) {
+        FSDP2_CHECK(print(rank) == print(holders[0]), kInvalidArgument, "[dcp] ", planned.fqn,
+                    " differs between ranks: rank ", holders[0], " has one ", planned.tensor ? "tensor" : "value",
+                    ", rank ", rank, " another; a key must mean the same on every rank: mark it with dcp::per_rank() ",
+                    "if it is meant to differ");
+      }
+      for (const int rank : holders) ++next[static_cast<size_t>(rank)];
     }
-    out.number(static_cast<int8_t>(item.tensor->dtype));
-    out.numbers(item.tensor->sizes);
-    out.number(uint64_t{item.tensor->chunks.size()});
-    for (const Chunk& chunk : item.tensor->chunks) {
-      out.numbers(chunk.offsets);
-      out.numbers(chunk.sizes);
+  }
+}
+
+std::string encode_written(const std::vector<WrittenFile>& files, const std::vector<uint64_t>& prints) {
+  ByteWriter out;
+  out.number(uint64_t{prints.size()});
+  for (const uint64_t print : prints) out.number(print);
+  for (const WrittenFile& file : files) {
+    out.text(file.name);
+    out.number(uint64_t{file.parts.size()});
+    for (const WrittenPart& part : file.parts) {
+      out.number(part.item);
+      out.number(part.part);
+      out.number(part.offset);
+      out.number(part.length);
+      out.number(uint64_t{part.checksums.size()});
+      for (const uint32_t sum : part.checksums) out.number(sum);
     }
   }
   return out.take();
 }
 
-/// Joins the plans of all ranks. Every rank does it and comes to the same result.
-class Planner {
+/// Every rank's report put together.
+class Assembly {
  public:
-  /// Returns the staging folder that the plan names.
-  std::string add(int rank, const std::string& plan) {
-    ByteReader in(plan);
-    const std::string staging = in.text();
-    while (!in.done()) add_item(rank, in);
-    return staging;
+  explicit Assembly(const SavePlan& plan) {
+    for (const PlannedItem& item : plan.items) {
+      stored.locations.emplace_back(item.owners.size());
+      if (item.tensor) {
+        stored.metadata.entries.emplace_back(item.fqn, *item.tensor);
+      } else {
+        stored.metadata.entries.emplace_back(item.fqn, BytesEntry{});
+      }
+      stored.metadata.paths.emplace(item.fqn, item.path);
+    }
   }
 
-  std::vector<GlobalItem> finish(int world_size) {
-    for (const GlobalItem& item : items_) {
-      if (!item.tensor) continue;
-      const std::string fault = cover_fault(item.tensor->sizes, item.tensor->chunks);
-      FSDP2_CHECK(fault.empty(), kInvalidArgument, "[dcp] ", item.fqn, " of shape ", shape_text(item.tensor->sizes),
-                  ": what the ranks hold is not the whole tensor: ", fault,
-                  "; every rank of the tensor's mesh has to save it, with the same placements");
-    }
-    // Each part goes to the rank with the least to write so far among those that have it.
-    std::vector<int64_t> load(static_cast<size_t>(world_size), 0);
-    for (GlobalItem& item : items_) {
-      for (size_t i = 0; i < item.holders.size(); ++i) {
-        const int owner = *std::min_element(item.holders[i].begin(), item.holders[i].end(), [&](int a, int b) {
-          return load[static_cast<size_t>(a)] < load[static_cast<size_t>(b)];
-        });
-        item.owners.push_back(owner);
-        load[static_cast<size_t>(owner)] += item.tensor ? checked_numel(item.tensor->chunks[i].sizes).value_or(0) *
-                                                              static_cast<int64_t>(c10::elementSize(item.tensor->dtype))
-                                                        : 1;
+  /// `own`: the report is in terms of the plan of this assembly.
+  void add(const std::string& report, bool own) {
+    ByteReader in(report);
+    auto& rank_prints = prints.emplace_back(in.number<uint64_t>());
+    for (uint64_t& print : rank_prints) print = in.number<uint64_t>();
+    while (!in.done()) {
+      const std::string name = in.text();
+      checksums.add_file(name);
+      for (auto parts = in.number<uint64_t>(); parts > 0; --parts) {
+        const auto item = in.number<uint64_t>(), part = in.number<uint64_t>();
+        const auto offset = in.number<uint64_t>(), length = in.number<uint64_t>();
+        std::vector<uint32_t> sums(in.number<uint64_t>());
+        for (uint32_t& sum : sums) sum = in.number<uint32_t>();
+        checksums.add(name, offset, length, sums);
+        if (own) stored.locations.at(item).at(part) = {name, offset, length, true};
       }
     }
-    return std::move(items_);
+  }
+
+  StoredMetadata stored;
+  Checksums checksums;
+  std::vector<std::vector<uint64_t>> prints;  // by rank
+};
+
+void write_small(Storage& storage, const std::string& place, const std::string& name, const std::string& content) {
+  const std::unique_ptr<OutputFile> file = storage.create(place, name);
+  file->write(content.data(), content.size());
+  file->finish();
+}
+
+std::vector<std::string> bodies_of(const std::vector<std::string>& messages, std::string& place,
+                                   std::vector<std::array<uint64_t, 2>>& ids) {
+  std::vector<std::string> bodies;
+  for (const std::string& message : messages) {
+    ByteReader in(message);
+    const std::string named = in.text();
+    if (bodies.empty()) place = named;
+    auto& id = ids.emplace_back();
+    for (uint64_t& part : id) part = in.number<uint64_t>();
+    bodies.push_back(in.text());
+  }
+  return bodies;
+}
+
+/// A save that goes through its steps.
+class SaveRun {
+ public:
+  SaveRun(const Exchange& exchange, const std::filesystem::path& path, const SaveOptions& options,
+          WriteProgress* progress)
+      : exchange_(exchange),
+        path_(path),
+        options_(options),
+        progress_(progress),
+        storage_(options.storage ? options.storage : local_storage()) {}
+
+  Metadata run(const std::function<std::vector<SaveItem>()>& make_items) {
+    try {
+      plan(make_items);
+      Metadata metadata = write();
+      began_ = false;
+      return metadata;
+    } catch (...) {
+      if (began_) storage_->discard(place_);
+      throw;
+    }
   }
 
  private:
-  void add_item(int rank, ByteReader& in) {
-    std::string fqn = in.text();
-    Path path(in.number<uint64_t>());
-    for (auto& part : path) {
-      if (in.number<uint8_t>()) {
-        part = in.text();
-      } else {
-        part = in.number<int64_t>();
+  bool is_first() const { return exchange_.rank() == 0; }
+
+  /// Every rank says what it has, unless the plan of the last save holds for all.
+  void plan(const std::function<std::vector<SaveItem>()>& make_items) {
+    std::string layout;
+    std::shared_ptr<const SavePlan> cached;
+    const auto own = exchange_.gather("planning a save", [&] {
+      check_options(options_);
+      items_ = make_items();
+      layout = encode_layout(items_, options_.replicas);
+      if (!options_.rank_local_metadata) cached = find_plan(exchange_, layout);
+      if (is_first()) {
+        place_ = storage_->begin(path_, options_.overwrite);
+        began_ = true;
       }
-    }
-    const bool is_tensor = in.number<uint8_t>() != 0;
-    const auto [known, fresh] = by_name_.try_emplace(fqn, items_.size());
-    if (fresh) {
-      items_.push_back({fqn, std::move(path), {}, rank, 0, {}, {}});
-      if (is_tensor) items_.back().tensor.emplace();
-    }
-    GlobalItem& item = items_[known->second];
-    const auto disagree = [&](const std::string& here, const std::string& there) {
-      FSDP2_THROW(kInvalidArgument, "[dcp] ", fqn, " differs between ranks: rank ", item.first_rank, " has ", there,
-                  ", rank ", rank, " has ", here, "; a key must mean the same on every rank");
-    };
-    if (is_tensor != item.tensor.has_value())
-      disagree(is_tensor ? "a tensor" : "a value", is_tensor ? "a value" : "a tensor");
-    if (!is_tensor) {
-      const auto print = in.number<uint64_t>();
-      if (fresh) item.fingerprint = print;
-      if (print != item.fingerprint) disagree("another value", "one value");
-      item.holders.resize(1);
-      item.holders[0].push_back(rank);
+      ByteWriter out;
+      out.text(place_);
+      for (const uint64_t part : cached ? cached->id : std::array<uint64_t, 2>{}) out.number(part);
+      // Alone, there is nobody to wait for.
+      out.text(exchange_.world_size() == 1 ? layout : std::string());
+      return out.take();
+    });
+    std::vector<std::array<uint64_t, 2>> ids;
+    std::vector<std::string> layouts = bodies_of(own, place_, ids);
+    if (options_.rank_local_metadata) {
+      plan_ = std::make_shared<SavePlan>(make_own_plan(layout, exchange_.rank()));
       return;
     }
-    const auto dtype = static_cast<at::ScalarType>(in.number<int8_t>());
-    std::vector<int64_t> sizes = in.numbers();
-    TensorEntry& entry = *item.tensor;
-    if (fresh) {
-      entry.dtype = dtype;
-      entry.sizes = sizes;
+    const bool all_cached = std::all_of(
+        ids.begin(), ids.end(), [&](const auto& id) { return id == ids[0] && id != std::array<uint64_t, 2>{}; });
+    if (all_cached) {
+      plan_ = std::move(cached);
+      return;
     }
-    if (dtype != entry.dtype) disagree(std::string(dtype_name(dtype)), std::string(dtype_name(entry.dtype)));
-    if (sizes != entry.sizes) disagree("shape " + shape_text(sizes), "shape " + shape_text(entry.sizes));
-    for (auto left = in.number<uint64_t>(); left > 0; --left) {
-      std::vector<int64_t> offsets = in.numbers();
-      Chunk chunk{std::move(offsets), in.numbers()};
-      const auto same = std::find_if(entry.chunks.begin(), entry.chunks.end(), [&](const Chunk& other) {
-        return other.offsets == chunk.offsets && other.sizes == chunk.sizes;
+    if (exchange_.world_size() > 1) layouts = exchange_.gather("planning a save", [&] { return layout; });
+    plan_ = std::make_shared<SavePlan>(make_plan(layouts, options_.replicas));
+    keep_plan(exchange_, layout, plan_);
+  }
+
+  Metadata write() {
+    const std::vector<std::string> reports = exchange_.gather("writing its part of a checkpoint", [&] {
+      FSDP2_CHECK(
+          is_first() || storage_->sees(place_), kIo, "[dcp] the folder ", place_,
+          ", which rank 0 made for this save, is not there on this rank; save to a path on a file system that all "
+          "ranks share");
+      const auto files = write_files(*storage_, place_, exchange_.rank(), *plan_, items_, options_, progress_);
+      return encode_written(files, options_.rank_local_metadata ? std::vector<uint64_t>()
+                                                                : replica_prints(exchange_.rank(), *plan_, items_));
+    });
+    Assembly all(*plan_);
+    for (size_t rank = 0; rank < reports.size(); ++rank) {
+      all.add(reports[rank], !options_.rank_local_metadata || static_cast<int>(rank) == exchange_.rank());
+    }
+    if (!options_.rank_local_metadata) check_replicas(*plan_, all.prints);
+    return commit(std::move(all));
+  }
+
+  Metadata commit(Assembly all) {
+    const std::string name =
+        options_.rank_local_metadata ? c10::str("__", exchange_.rank(), kMetadataName) : kMetadataName;
+    if (options_.rank_local_metadata) {
+      const std::vector<std::string> contents = exchange_.gather("writing its metadata", [&] {
+        std::string content = encode_metadata(all.stored);
+        write_small(*storage_, place_, name, content);
+        return content;
       });
-      const auto place = static_cast<size_t>(same - entry.chunks.begin());
-      if (same == entry.chunks.end()) {
-        entry.chunks.push_back(std::move(chunk));
-        item.holders.emplace_back();
+      for (size_t rank = 0; rank < contents.size(); ++rank)
+        all.checksums.add(c10::str("__", rank, kMetadataName), 0, contents[rank].size(),
+                          block_checksums(contents[rank]));
+    }
+    exchange_.gather("committing a checkpoint", [&] {
+      if (!is_first()) return std::string();
+      std::string content;
+      if (!options_.rank_local_metadata) {
+        content = encode_metadata(all.stored);
+        all.checksums.add(name, 0, content.size(), block_checksums(content));
       }
-      item.holders[place].push_back(rank);
-    }
+      if (options_.checksums) write_small(*storage_, place_, kChecksumsName, all.checksums.encode());
+      if (!options_.rank_local_metadata) write_small(*storage_, place_, name, content);
+      storage_->commit(place_, path_, options_.overwrite);
+      began_ = false;
+      return std::string();
+    });
+    return std::move(all.stored.metadata);
   }
 
-  std::vector<GlobalItem> items_;
-  std::unordered_map<std::string, size_t> by_name_;
+  const Exchange& exchange_;
+  const std::filesystem::path& path_;
+  const SaveOptions& options_;
+  WriteProgress* progress_;
+  std::shared_ptr<Storage> storage_;
+  std::vector<SaveItem> items_;
+  std::shared_ptr<const SavePlan> plan_;
+  std::string place_;
+  bool began_ = false;  // on rank 0: there is a place to discard
 };
-
-/// Writes this rank's file; returns where each of its parts lies.
-std::string write_items(const std::filesystem::path& folder, int rank, const std::vector<GlobalItem>& plan,
-                        const std::vector<LocalItem>& items, bool checksums) {
-  std::unordered_map<std::string_view, const LocalItem*> by_name;
-  for (const LocalItem& item : items) by_name.emplace(item.fqn, &item);
-  const std::string name = c10::str("__", rank, "_0.distcp");
-  FileWriter file(folder / name);
-  ByteWriter result;
-  const auto note = [&](size_t item, size_t part, uint64_t offset) {
-    result.number(uint64_t{item});
-    result.number(uint64_t{part});
-    result.text(name);
-    result.number(offset);
-    result.number(file.position() - offset);
-  };
-  for (size_t i = 0; i < plan.size(); ++i) {
-    if (plan[i].tensor || plan[i].owners[0] != rank) continue;
-    const uint64_t offset = file.position();
-    write_value_item(file, by_name.at(plan[i].fqn)->value, checksums);
-    note(i, 0, offset);
-  }
-  for (size_t i = 0; i < plan.size(); ++i) {
-    if (!plan[i].tensor) continue;
-    for (size_t k = 0; k < plan[i].owners.size(); ++k) {
-      if (plan[i].owners[k] != rank) continue;
-      const LocalItem& item = *by_name.at(plan[i].fqn);
-      const auto& chunks = item.tensor->chunks;
-      const auto mine = std::find_if(chunks.begin(), chunks.end(), [&](const Chunk& chunk) {
-        return chunk.offsets == plan[i].tensor->chunks[k].offsets;
-      });
-      const uint64_t offset = file.position();
-      write_tensor_item(file, storable(item.data[static_cast<size_t>(mine - chunks.begin())], item.fqn), checksums);
-      note(i, k, offset);
-    }
-  }
-  file.close();
-  return result.take();
-}
-
-StoredMetadata assemble(std::vector<GlobalItem> plan, const std::vector<std::string>& written) {
-  StoredMetadata stored;
-  for (GlobalItem& item : plan) {
-    stored.locations.emplace_back(item.owners.size());
-    if (item.tensor) {
-      stored.metadata.entries.emplace_back(item.fqn, std::move(*item.tensor));
-    } else {
-      stored.metadata.entries.emplace_back(item.fqn, BytesEntry{});
-    }
-    stored.metadata.paths.emplace(item.fqn, std::move(item.path));
-  }
-  for (const std::string& report : written) {
-    ByteReader in(report);
-    while (!in.done()) {
-      const auto item = in.number<uint64_t>(), part = in.number<uint64_t>();
-      ItemLocation& place = stored.locations.at(item).at(part);
-      place.file = in.text();
-      place.offset = in.number<uint64_t>();
-      place.length = in.number<uint64_t>();
-      place.present = true;
-    }
-  }
-  return stored;
-}
 
 }  // namespace
 
-Metadata save(const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
+Metadata run_save(const Exchange& exchange, const std::function<std::vector<SaveItem>()>& make_items,
+                  const std::filesystem::path& path, const SaveOptions& options, WriteProgress* progress) {
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
-  const Exchange exchange(options.group);
-  std::optional<StagingFolder> staging;  // on rank 0
-  try {
-    StateDict own = state;
-    std::vector<LocalItem> items;
-    const std::vector<std::string> plans = exchange.gather("planning a save", [&] {
-      items = make_local_items(own);
-      if (exchange.rank() == 0) staging.emplace(StagingFolder::create(path, options.overwrite));
-      return encode_plan(staging ? staging->path().string() : std::string(), items);
-    });
-    std::filesystem::path folder;
-    std::vector<GlobalItem> plan;
-    const std::vector<std::string> written = exchange.gather("writing its part of a checkpoint", [&] {
-      Planner planner;
-      for (size_t rank = 0; rank < plans.size(); ++rank) {
-        const std::string named = planner.add(static_cast<int>(rank), plans[rank]);
-        if (rank == 0) folder = named;
-      }
-      plan = planner.finish(exchange.world_size());
-      return write_items(folder, exchange.rank(), plan, items, options.checksums);
-    });
-    const StoredMetadata stored = assemble(std::move(plan), written);
-    exchange.gather("committing a checkpoint", [&] {
-      if (exchange.rank() != 0) return std::string();
-      FileWriter file(folder / kMetadataName);
-      const std::string content = encode_metadata(stored);
-      file.write(content.data(), content.size());
-      file.close();
-      staging->commit();
-      return std::string();
-    });
-    return stored.metadata;
-  } catch (...) {
-    if (staging) staging->discard();
-    throw;
-  }
+  return SaveRun(exchange, path, options, progress).run(make_items);
+}
+
+}  // namespace detail
+
+Metadata save(const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
+  const detail::Exchange exchange(options.group);
+  StateDict own = state;
+  const auto make_items = [&] {
+    detail::finish_async_save();
+    return detail::make_save_items(own, exchange.rank());
+  };
+  return detail::run_save(exchange, make_items, path, options, nullptr);
 }
 
 }  // namespace fsdp2::dcp

@@ -12,7 +12,6 @@
 #include <random>
 #include <unordered_map>
 
-#include "dcp/file_system.h"
 #include "dcp/geometry.h"
 #include "dcp/scalar_types.h"
 
@@ -20,7 +19,6 @@ namespace fsdp2::dcp::detail {
 namespace {
 
 constexpr uint32_t kNoEntry = UINT32_MAX;
-constexpr uint64_t kMaxMetadataBytes = (uint64_t{1} << 31) - 1;
 
 /// Of "__12.metadata": 12.
 std::optional<int> rank_of(std::string_view name) {
@@ -32,12 +30,7 @@ std::optional<int> rank_of(std::string_view name) {
 }
 
 StoredMetadata read_one(Storage& storage, const std::filesystem::path& folder, const std::string& name) {
-  const auto file = storage.open(folder, name);
-  FSDP2_CHECK(file->size() > 0 && file->size() <= kMaxMetadataBytes, kCorruption, "[dcp] ", file->name(), " is ",
-              file->size(), " bytes long; expected are 1 to ", kMaxMetadataBytes);
-  std::string content(file->size(), '\0');
-  file->read(0, content.data(), content.size());
-  return decode_metadata(content, file->name());
+  return decode_metadata(read_file(storage, folder, name), (folder / name).string());
 }
 
 class Merger {
@@ -189,25 +182,6 @@ StoredMetadata read_metadata(Storage& storage, const std::filesystem::path& fold
     names.push_back((folder / name).string());
   }
   return merge_metadata(std::move(parts), names);
-}
-
-StoredMetadata read_metadata(const std::filesystem::path& folder) {
-  std::error_code error;
-  const auto status = std::filesystem::status(folder, error);
-  FSDP2_CHECK(status.type() != std::filesystem::file_type::not_found, kNotFound, "[dcp] there is no checkpoint at ",
-              folder.string());
-  FSDP2_CHECK(status.type() == std::filesystem::file_type::directory, kInvalidArgument, "[dcp] ", folder.string(),
-              " is not a folder");
-  if (!std::filesystem::exists(folder / kMetadataName, error)) {
-    FSDP2_THROW(kNotFound, "[dcp] there is no checkpoint at ", folder.string(), ": it has no ", kMetadataName,
-                "; the save did not finish, or this is not a checkpoint folder");
-  }
-  const FileReader file(folder, kMetadataName);
-  FSDP2_CHECK(file.size() > 0 && file.size() <= kMaxMetadataBytes, kCorruption, "[dcp] ", file.name(), " is ",
-              file.size(), " bytes long");
-  std::string content(file.size(), '\0');
-  file.read(0, content.data(), content.size());
-  return decode_metadata(content, file.name());
 }
 
 }  // namespace fsdp2::dcp::detail

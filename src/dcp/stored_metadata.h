@@ -12,9 +12,9 @@
 #include <variant>
 #include <vector>
 
-namespace fsdp2::dcp::detail {
+#include "dcp/file_names.h"
 
-inline constexpr const char* kMetadataName = ".metadata";
+namespace fsdp2::dcp::detail {
 
 struct ItemLocation {
   std::string file;
@@ -57,6 +57,5 @@ StoredMetadata merge_metadata(std::vector<StoredMetadata> parts, const std::vect
 
 /// `.metadata`, or all `__<rank>.metadata` where there is none. kNotFound if `folder` holds neither.
 StoredMetadata read_metadata(Storage& storage, const std::filesystem::path& folder);
-StoredMetadata read_metadata(const std::filesystem::path& folder);
 
 }  // namespace fsdp2::dcp::detail

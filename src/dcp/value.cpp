@@ -1,5 +1,4 @@
-#include <fsdp2/dcp/value.h>
-
+#include <fsdp2/dcp/dcp.h>
 #include <fsdp2/error.h>
 
 #include <algorithm>
@@ -35,7 +34,7 @@ std::shared_ptr<ValueRep> new_rep(Kind kind, T content) {
 
 }  // namespace
 
-Value::Value(const Value& other) : scalar_(other.scalar_), rep_(other.rep_) {
+Value::Value(const Value& other) : scalar_(other.scalar_), rep_(other.rep_), per_rank_(other.per_rank_) {
   if (rep_ && rep_->exposed) {
     rep_ = std::make_shared<ValueRep>(*rep_);
     rep_->exposed = false;
@@ -230,6 +229,11 @@ std::vector<std::string> StateDict::keys() const {
   result.reserve(entries_.size());
   for (const auto& [key, value] : entries_) result.push_back(key);
   return result;
+}
+
+Value per_rank(Value value) {
+  detail::ValueAccess::set_per_rank(value, true);
+  return value;
 }
 
 namespace detail {

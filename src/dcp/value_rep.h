@@ -43,6 +43,8 @@ struct ValueAccess {
   static Value make(Kind kind, std::string text) { return Value::make(kind, std::move(text)); }
   static Value make(Kind kind, std::vector<Value> items) { return Value::make(kind, std::move(items)); }
   static std::vector<Value>& mutable_list(Value& value);
+  static bool is_per_rank(const Value& value) { return value.per_rank_; }
+  static void set_per_rank(Value& value, bool marked) { value.per_rank_ = marked; }
   /// Marks a dict.
   static void set_absent(Value& dict, Absent absent) { mutable_rep(dict)->absent = absent; }
   /// The object if the value was made from one, else null.

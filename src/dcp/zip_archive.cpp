@@ -1,10 +1,11 @@
 #include "dcp/zip_archive.h"
 
 #include <fsdp2/error.h>
-#include <zlib.h>
 
 #include <algorithm>
 #include <cstring>
+
+#include "dcp/crc32.h"
 
 namespace fsdp2::dcp::detail {
 namespace {
@@ -18,8 +19,7 @@ constexpr uint16_t kZip64Field = 1, kPaddingField = 0x4246;  // "FB"
 constexpr uint16_t kDescriptorFlag = 1 << 3, kUtf8Flag = 1 << 11;
 constexpr uint32_t kIn64 = 0xFFFFFFFF;
 constexpr size_t kAlignment = 64;
-constexpr size_t kCacheBytes = size_t{64} << 10;
-constexpr size_t kBlockBytes = size_t{1} << 20;  // a block is checked while it is in the cache
+constexpr size_t kBlockBytes = size_t{256} << 10;  // a block is checked while it is in the cache
 constexpr uint64_t kMaxDirectoryBytes = uint64_t{256} << 20;
 
 template <class T>
@@ -47,33 +47,6 @@ class Bytes {
 };
 
 }  // namespace
-
-ByteRange::ByteRange(std::shared_ptr<const FileReader> file, uint64_t base, uint64_t length, std::string what)
-    : file_(std::move(file)), base_(base), length_(length), what_(file_->name() + " (" + std::move(what) + ")") {
-  FSDP2_CHECK(base <= file_->size() && length <= file_->size() - base, kCorruption, "[dcp] ", what_,
-              ": the metadata say ", length, " bytes at offset ", base, ", the file has ", file_->size(),
-              "; it was cut or belongs to another checkpoint");
-  if (length <= kCacheBytes) {
-    cache_.resize(length);
-    file_->read(base, cache_.data(), length);
-  }
-}
-void ByteRange::read(uint64_t offset, void* out, size_t size) const {
-  FSDP2_CHECK(offset <= length_ && size <= length_ - offset, kCorruption, "[dcp] ", what_, ": wanted are ", size,
-              " bytes at offset ", offset, " of an item of ", length_);
-  if (length_ <= kCacheBytes) {
-    if (size > 0) std::memcpy(out, cache_.data() + offset, size);
-  } else {
-    file_->read(base_ + offset, out, size);
-  }
-}
-std::string ByteRange::read_text(uint64_t offset, size_t size) const {
-  FSDP2_CHECK(offset <= length_ && size <= length_ - offset, kCorruption, "[dcp] ", what_, ": wanted are ", size,
-              " bytes at offset ", offset, " of an item of ", length_);
-  std::string result(size, '\0');
-  read(offset, result.data(), size);
-  return result;
-}
 
 template <class... Parts>
 void ZipReader::fail(const Parts&... parts) const {
@@ -195,7 +168,7 @@ const ZipReader::Record& ZipReader::at(std::string_view name) const {
   return *record;
 }
 
-void ZipReader::read(const Record& record, void* out) const {
+uint64_t ZipReader::data_offset(const Record& record) const {
   const std::string header = bytes_.read_text(record.header_offset, kLocalHeaderBytes);
   if (number<uint32_t>(header.data()) != kLocalHeader)
     fail("there is no header of ", record.full_name, " at ", record.header_offset);
@@ -204,18 +177,64 @@ void ZipReader::read(const Record& record, void* out) const {
   if (number<uint16_t>(header.data() + 8) != 0 || data > directory_ || record.size > directory_ - data) {
     fail("the header of ", record.full_name, " at ", record.header_offset, " contradicts the directory");
   }
-  uLong crc = 0;
+  return data;
+}
+
+void ZipReader::read(const Record& record, void* out) const {
+  RecordReader reader(*this, record);
+  reader.read(0, out, record.size);
+  reader.finish();
+}
+
+void ZipReader::check_all() const {
+  for (const Record& record : records_) RecordReader(*this, record).finish();
+}
+
+RecordReader::RecordReader(const ZipReader& archive, const ZipReader::Record& record)
+    : archive_(archive),
+      record_(record),
+      data_(archive.data_offset(record)),
+      sums_(archive.verify_ && !archive.bytes_.is_checked() && record.crc != 0) {}  // 0: the writer computed none
+
+void RecordReader::pass(void* out, uint64_t size) {
   auto* bytes = static_cast<char*>(out);
-  const bool check = verify_ && record.crc != 0;  // 0: the writer computed none
-  for (uint64_t done = 0; done < record.size;) {
-    const size_t block = static_cast<size_t>(std::min<uint64_t>(record.size - done, kBlockBytes));
-    bytes_.read(data + done, bytes + done, block);
-    if (check) crc = crc32_z(crc, reinterpret_cast<const Bytef*>(bytes + done), block);
-    done += block;
+  if (!sums_) {
+    archive_.bytes_.read(data_ + position_, bytes, static_cast<size_t>(size));
+    position_ += size;
+    return;
   }
-  if (check && crc != record.crc)
-    fail("the checksum of ", record.full_name, " is ", crc, ", recorded is ", record.crc,
-         "; the data were changed after saving");
+  while (size > 0) {
+    const auto block = static_cast<size_t>(std::min<uint64_t>(size, kBlockBytes));
+    archive_.bytes_.read(data_ + position_, bytes, block);
+    crc_ = crc32(crc_, bytes, block);
+    bytes += block;
+    position_ += block;
+    size -= block;
+  }
+}
+
+void RecordReader::skip_to(uint64_t offset) {
+  if (!sums_) {
+    position_ = offset;
+    return;
+  }
+  std::vector<char> scratch(static_cast<size_t>(std::min<uint64_t>(kBlockBytes, offset - position_)));
+  while (position_ < offset) pass(scratch.data(), std::min<uint64_t>(scratch.size(), offset - position_));
+}
+
+void RecordReader::read(uint64_t offset, void* out, uint64_t size) {
+  if (offset < position_ || offset > record_.size || size > record_.size - offset)
+    archive_.fail("wanted are ", size, " bytes at ", offset, " of record ", record_.full_name, " of ", record_.size);
+  if (offset > position_) skip_to(offset);
+  pass(out, size);
+}
+
+void RecordReader::finish() {
+  if (!sums_) return;
+  skip_to(record_.size);
+  if (crc_ != record_.crc)
+    archive_.fail("the checksum of ", record_.full_name, " is ", crc_, ", recorded is ", record_.crc,
+                  "; the data were changed after saving");
 }
 
 std::string ZipReader::read_text(const Record& record, size_t limit) const {
@@ -226,7 +245,7 @@ std::string ZipReader::read_text(const Record& record, size_t limit) const {
   return result;
 }
 
-ZipWriter::ZipWriter(FileWriter& out, bool checksums) : out_(out), checksums_(checksums), base_(out.position()) {}
+ZipWriter::ZipWriter(ByteSink& out) : out_(out), base_(out.position()) {}
 
 void ZipWriter::record(std::string_view name, const void* data, size_t size) {
   Entry entry{"archive/" + std::string(name), out_.position() - base_, size, 0};
@@ -241,14 +260,7 @@ void ZipWriter::record(std::string_view name, const void* data, size_t size) {
   header.add(static_cast<uint16_t>(entry.name.size())).add(static_cast<uint16_t>(4 + padding)).text(entry.name);
   header.add(kPaddingField).add(static_cast<uint16_t>(padding)).text(std::string(padding, 'Z'));
   out_.write(header.str().data(), header.str().size());
-  const auto* bytes = static_cast<const char*>(data);
-  for (size_t done = 0; done < size;) {
-    const size_t block = std::min(size - done, kBlockBytes);
-    if (checksums_)
-      entry.crc = static_cast<uint32_t>(crc32_z(entry.crc, reinterpret_cast<const Bytef*>(bytes + done), block));
-    out_.write(bytes + done, block);
-    done += block;
-  }
+  entry.crc = out_.write(data, size);
   Bytes descriptor;
   descriptor.add(kDescriptor).add(entry.crc);
   if (size >= kIn64) {

@@ -8,26 +8,10 @@
 #include <string_view>
 #include <vector>
 
-#include "dcp/file_system.h"
+#include "dcp/byte_range.h"
+#include "dcp/byte_sink.h"
 
 namespace fsdp2::dcp::detail {
-
-/// Bytes [base, base + length) of a file; small ones are read at once and kept.
-class ByteRange {
- public:
-  ByteRange(std::shared_ptr<const FileReader> file, uint64_t base, uint64_t length, std::string what);
-  uint64_t size() const { return length_; }
-  /// File, range and key, for messages.
-  const std::string& what() const { return what_; }
-  void read(uint64_t offset, void* out, size_t size) const;
-  std::string read_text(uint64_t offset, size_t size) const;
-
- private:
-  std::shared_ptr<const FileReader> file_;
-  uint64_t base_, length_;
-  std::string what_;
-  std::string cache_;
-};
 
 class ZipReader {
  public:
@@ -38,6 +22,7 @@ class ZipReader {
     uint32_t crc = 0;
   };
 
+  /// `verify` compares the CRC-32 of records, where the bytes are not checked anyway.
   ZipReader(const ByteRange& bytes, bool verify);
 
   const Record* find(std::string_view name) const;
@@ -45,10 +30,14 @@ class ZipReader {
   const Record& at(std::string_view name) const;
   /// Reads the whole record, which is `record.size` bytes, and checks it.
   void read(const Record& record, void* out) const;
+  /// For each record, whether used or not, as read() does.
+  void check_all() const;
   std::string read_text(const Record& record, size_t limit) const;
   const std::string& what() const { return bytes_.what(); }
 
  private:
+  friend class RecordReader;
+  uint64_t data_offset(const Record& record) const;
   void read_directory(uint64_t offset, uint64_t size, uint64_t count);
   template <class... Parts>
   [[noreturn]] void fail(const Parts&... parts) const;
@@ -59,10 +48,31 @@ class ZipReader {
   std::vector<Record> records_;  // by name
 };
 
-/// Writes one archive to a file, record by record, in the layout of torch.save.
+/// Reads ranges of a record in ascending order. What lies between them is read too where that is the only way to check
+/// the record.
+class RecordReader {
+ public:
+  RecordReader(const ZipReader& archive, const ZipReader::Record& record);
+  void read(uint64_t offset, void* out, uint64_t size);
+  /// Checks the record.
+  void finish();
+
+ private:
+  void pass(void* out, uint64_t size);
+  void skip_to(uint64_t offset);
+
+  const ZipReader& archive_;
+  const ZipReader::Record& record_;
+  uint64_t data_ = 0;  // where the record's bytes begin
+  uint64_t position_ = 0;
+  bool sums_ = false;
+  uint32_t crc_ = 0;
+};
+
+/// Writes one archive, record by record, in the layout of torch.save.
 class ZipWriter {
  public:
-  ZipWriter(FileWriter& out, bool checksums);
+  explicit ZipWriter(ByteSink& out);
   void record(std::string_view name, const void* data, size_t size);
   void record(std::string_view name, std::string_view text) { record(name, text.data(), text.size()); }
   void finish();
@@ -73,8 +83,7 @@ class ZipWriter {
     uint64_t offset, size;
     uint32_t crc;
   };
-  FileWriter& out_;
-  bool checksums_;
+  ByteSink& out_;
   uint64_t base_;
   std::vector<Entry> entries_;
 };

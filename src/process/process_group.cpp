@@ -128,6 +128,16 @@ ProcessGroup make_group(const World& world, const std::string& name, int rank, i
 
 World* world() { return world_slot().get(); }
 
+std::vector<void (*)()>& destroy_callbacks() {
+  static auto& callbacks = *new std::vector<void (*)()>;
+  return callbacks;
+}
+
+void before_destroy(void (*callback)()) {
+  auto& callbacks = destroy_callbacks();
+  if (std::find(callbacks.begin(), callbacks.end(), callback) == callbacks.end()) callbacks.push_back(callback);
+}
+
 World& require_world(const char* what) {
   World* current = world();
   FSDP2_CHECK(current != nullptr, kUsage, "[process_group] ", what,
@@ -195,6 +205,8 @@ void init_process_group(const ProcessGroupOptions& options) {
 }
 
 void destroy_process_group() {
+  if (!is_initialized()) return;
+  for (void (*callback)() : detail::destroy_callbacks()) callback();
   // Whoever still holds a group (a mesh, a user) keeps it alive; only our references go.
   const std::unique_ptr<detail::World> last = std::move(detail::world_slot());
   detail::set_error_rank(-1);

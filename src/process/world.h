@@ -33,6 +33,9 @@ World& require_world(const char* what);
 /// together. Groups of different `purpose` have connections of their own.
 ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purpose = "");
 
+/// `callback` runs when destroy_process_group() begins, while groups still work. The same one counts once.
+void before_destroy(void (*callback)());
+
 /// Store shared by all ranks where they agree on `options`; fills rank, world_size, local_rank of `world`.
 void rendezvous(const ProcessGroupOptions& options, World& world);
 

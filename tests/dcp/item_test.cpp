@@ -11,9 +11,11 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "dcp/file_writer.h"
 #include "dcp/item.h"
 #include "dcp/same.h"
 #include "dcp/scalar_types.h"
+#include "dcp/tensor_item.h"
 #include "support/ranks.h"
 
 namespace fsdp2::dcp::detail {
@@ -25,9 +27,14 @@ using fsdp2::testing::TempDir;
 void spill(const std::string& path, const std::string& content) { std::ofstream(path, std::ios::binary) << content; }
 
 ByteRange open_item(const std::string& folder, const std::string& name) {
-  auto file = std::make_shared<FileReader>(folder, name);
+  auto file = local_storage()->open(folder, name);
   const uint64_t size = file->size();
   return {std::move(file), 0, size, name};
+}
+
+at::Tensor read_tensor(const std::string& folder, const std::string& name, at::ScalarType dtype,
+                       const std::vector<int64_t>& sizes, bool verify = true) {
+  return TensorItem(open_item(folder, name), verify, dtype, sizes).whole();
 }
 
 class DcpItem : public ::testing::Test {
@@ -51,8 +58,7 @@ TEST_F(DcpItem, TensorsOfEveryDtypeAndStride) {
     const std::string name = entry["name"];
     const auto sizes = entry["sizes"].get<std::vector<int64_t>>();
     const at::ScalarType dtype = *dtype_from_name(entry["dtype"].get<std::string>());
-    const at::Tensor read =
-        read_tensor_item(open_item(folder(), name + ".item"), true, dtype, c10::multiply_integers(sizes));
+    const at::Tensor read = read_tensor(folder(), name + ".item", dtype, sizes);
     EXPECT_EQ(read.sizes(), at::IntArrayRef(sizes)) << name;
     EXPECT_EQ(read.scalar_type(), dtype) << name;
     const at::Tensor plain = storable(read, name);
@@ -63,12 +69,36 @@ TEST_F(DcpItem, TensorsOfEveryDtypeAndStride) {
 }
 
 TEST_F(DcpItem, WrongPromisesAreErrors) {
-  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "contiguous.item"), true, at::kDouble, 24), kCorruption,
-                     "float32");
-  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "contiguous.item"), true, at::kFloat, 25), kCorruption,
-                     "24 elements");
-  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "int.value"), true, at::kFloat, 1), kCorruption,
-                     "holds a int");
+  EXPECT_FSDP2_ERROR(read_tensor(folder(), "contiguous.item", at::kDouble, {4, 6}), kCorruption, "float32");
+  EXPECT_FSDP2_ERROR(read_tensor(folder(), "contiguous.item", at::kFloat, {5, 5}), kCorruption, "shape [4, 6]");
+  EXPECT_FSDP2_ERROR(read_tensor(folder(), "int.value", at::kFloat, {1}), kCorruption, "holds a int");
+}
+
+// Boxes of tensors with every kind of strides, into memory with every kind of strides, cast or not.
+TEST_F(DcpItem, PartsAreReadIntoAnyTarget) {
+  const nlohmann::json entries = nlohmann::json::parse(read_file(folder() + "/items.json"));
+  size_t boxes = 0;
+  for (const auto& entry : entries) {
+    const std::string name = entry["name"];
+    const auto sizes = entry["sizes"].get<std::vector<int64_t>>();
+    const at::ScalarType dtype = *dtype_from_name(entry["dtype"].get<std::string>());
+    if (sizes.size() != 2 || sizes[0] < 3 || sizes[1] < 3 || c10::isComplexType(dtype)) continue;
+    const at::Tensor whole = read_tensor(folder(), name + ".item", dtype, sizes);
+    for (const Chunk& box : {Chunk{{1, 0}, {2, sizes[1]}}, Chunk{{1, 1}, {2, 2}}, Chunk{{0, 2}, {sizes[0], 1}}}) {
+      const at::Tensor expected =
+          whole.narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1]).to(at::kDouble);
+      for (const bool verify : {true, false}) {
+        const at::Tensor same = at::empty(box.sizes, dtype), wide = at::empty({box.sizes[1], box.sizes[0]}, at::kDouble);
+        TensorItem item(open_item(folder(), name + ".item"), verify, dtype, sizes);
+        item.copy_window(box, same);
+        item.copy_window(box, wide.t());
+        EXPECT_TRUE(same.to(at::kDouble).equal(expected)) << name;
+        EXPECT_TRUE(wide.t().equal(expected)) << name;
+        ++boxes;
+      }
+    }
+  }
+  EXPECT_GE(boxes, 18u);  // row-major and permuted ones
 }
 
 TEST_F(DcpItem, ValuesThereAndBack) {
@@ -102,9 +132,9 @@ TEST_F(DcpItem, ValuesThereAndBack) {
     if (!looked_at_below) {
       EXPECT_TRUE(same(read, value, name));
     }
-    FileWriter file(folder() + "/" + name + ".back");
-    write_value_item(file, pickle_value(read, name), true);
-    file.close();
+    FileWriter file(local_storage()->create(folder(), std::string(name) + ".back"), /*checksums=*/true);
+    write_value_item(file, pickle_value(read, name));
+    file.finish();
   }
   const Value bytes = read_value_item(open_item(folder(), "bytes.value"), true);
   ASSERT_EQ(bytes.kind(), Kind::Bytes);
@@ -119,7 +149,7 @@ TEST_F(DcpItem, EveryTruncationIsAnError) {
   const std::string whole = read_file(folder() + "/contiguous.item");
   for (size_t length = 0; length < whole.size(); length += 7) {
     spill(folder() + "/cut", whole.substr(0, length));
-    EXPECT_THROW(read_tensor_item(open_item(folder(), "cut"), true, at::kFloat, 24), fsdp2::Error) << length;
+    EXPECT_THROW(read_tensor(folder(), "cut", at::kFloat, {4, 6}), fsdp2::Error) << length;
   }
 }
 
@@ -132,7 +162,7 @@ TEST_F(DcpItem, EveryFlippedByteIsAnErrorOrChangesNothing) {
     flipped[i] = static_cast<char>(flipped[i] ^ 0x55);
     spill(folder() + "/flipped", flipped);
     try {
-      const at::Tensor read = read_tensor_item(open_item(folder(), "flipped"), true, at::kFloat, 24);
+      const at::Tensor read = read_tensor(folder(), "flipped", at::kFloat, {4, 6});
       EXPECT_TRUE(read.equal(expected)) << "byte " << i;
     } catch (const fsdp2::Error&) {
       ++caught;
@@ -144,8 +174,8 @@ TEST_F(DcpItem, EveryFlippedByteIsAnErrorOrChangesNothing) {
   const float needle = 13.0f;
   flipped[flipped.find(std::string(reinterpret_cast<const char*>(&needle), 4)) + 3] ^= 1;
   spill(folder() + "/flipped", flipped);
-  EXPECT_FSDP2_ERROR(read_tensor_item(open_item(folder(), "flipped"), true, at::kFloat, 24), kCorruption, "checksum");
-  EXPECT_FALSE(read_tensor_item(open_item(folder(), "flipped"), false, at::kFloat, 24).equal(expected));
+  EXPECT_FSDP2_ERROR(read_tensor(folder(), "flipped", at::kFloat, {4, 6}), kCorruption, "checksum");
+  EXPECT_FALSE(read_tensor(folder(), "flipped", at::kFloat, {4, 6}, false).equal(expected));
 }
 
 }  // namespace

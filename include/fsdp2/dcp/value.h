@@ -72,6 +72,7 @@ class FSDP2_API Value {
   Value& operator=(Value other) noexcept {
     scalar_ = other.scalar_;
     rep_ = std::move(other.rep_);
+    per_rank_ = other.per_rank_;
     return *this;
   }
   Value(std::nullptr_t) {}
@@ -146,6 +147,7 @@ class FSDP2_API Value {
 
   std::variant<std::monostate, bool, int64_t, double> scalar_;
   std::shared_ptr<detail::ValueRep> rep_;  // null for None, Bool, Int, Double
+  bool per_rank_ = false;                  // marked by per_rank()
 };
 
 /// Text keys to values in order of insertion. References to values stay valid until their key is

@@ -1,0 +1,248 @@
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <fsdp2/dcp/dcp.h>
+#include <fsdp2/error.h>
+#include <fsdp2/log.h>
+
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "dcp/save_run.h"
+#include "process/world.h"
+
+// Note [Saves in the background]
+// async_save copies what the state holds and hands the copies to a thread that does what save() does, over groups that
+// nothing else uses: neither its collectives nor its errors can get between those of the training. What goes wrong on
+// one rank before the thread starts is thrown inside of the thread's first step, so that every rank hears of it.
+
+namespace fsdp2::dcp {
+
+struct SaveFuture::State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false, observed = false;
+  std::exception_ptr error;
+  Metadata metadata;
+  std::string path;
+  detail::WriteProgress progress;
+
+  void wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return done; });
+  }
+  /// After the end; throws the save's error and remembers that somebody has seen it.
+  void rethrow() {
+    const std::lock_guard guard(mutex);
+    observed = true;
+    if (error) std::rethrow_exception(error);
+  }
+};
+
+namespace {
+
+using detail::Exchange;
+using detail::SaveItem;
+
+/// Copies of tensors, in memory that the next save uses again.
+class Staging {
+ public:
+  void copy(std::vector<SaveItem>& items) {
+    next_ = 0;
+    for (SaveItem& item : items) {
+      for (at::Tensor& tensor : item.data) tensor = copy(tensor);
+      for (at::Tensor& tensor : item.value.tensors) tensor = copy(tensor);
+    }
+    buffers_.resize(next_);
+    for (const c10::Device device : busy_) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+    busy_.clear();
+  }
+  void release() { buffers_.clear(); }
+
+ private:
+  at::Tensor copy(const at::Tensor& tensor) {
+    if (next_ == buffers_.size()) buffers_.emplace_back();
+    at::Tensor& buffer = buffers_[next_++];
+    const bool fits = buffer.defined() && buffer.scalar_type() == tensor.scalar_type() &&
+                      buffer.sizes() == tensor.sizes() && buffer.is_pinned() == on_device(tensor);
+    if (!fits) {
+      buffer = at::Tensor();  // first the old one goes
+      buffer =
+          at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(on_device(tensor)));
+    }
+    const bool plain = tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+    if (plain) {
+      if (tensor.nbytes() > 0) std::memcpy(buffer.mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
+    } else {
+      buffer.copy_(tensor, /*non_blocking=*/true);
+      if (on_device(tensor)) busy_.push_back(tensor.device());
+    }
+    return buffer;
+  }
+  static bool on_device(const at::Tensor& tensor) { return !tensor.device().is_cpu(); }
+
+  std::vector<at::Tensor> buffers_;
+  size_t next_ = 0;
+  std::vector<c10::Device> busy_;
+};
+
+/// The one save that may run in the background of a process.
+class Background {
+ public:
+  static Background& of_process() {
+    static Background background;
+    return background;
+  }
+
+  SaveFuture start(const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
+    const std::lock_guard guard(mutex_);
+    wait_for_thread();
+    register_exits();
+    auto future = std::make_shared<SaveFuture::State>();
+    future->path = path.string();
+    SaveOptions own = options;
+    std::exception_ptr early = unseen_error();
+    std::vector<SaveItem> items;
+    own.group = separate_group(options.group);
+    try {
+      const at::NoGradGuard no_grad;
+      const c10::InferenceMode normal_mode(false);
+      if (!early) {
+        StateDict copy = state;
+        items = detail::make_save_items(copy, Exchange(own.group).rank());
+        staging_.copy(items);
+      }
+    } catch (...) {
+      early = std::current_exception();
+    }
+    current_ = future;
+    thread_ = std::thread([future, own, path, early, items = std::move(items)]() mutable {
+      const auto make_items = [&] {
+        if (early) std::rethrow_exception(early);
+        return std::move(items);
+      };
+      std::exception_ptr error;
+      try {
+        const Exchange exchange(own.group);
+        future->metadata = detail::run_save(exchange, make_items, path, own, &future->progress);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      own = {};  // group and storage go before anybody is told
+      const std::lock_guard lock(future->mutex);
+      future->error = error;
+      future->done = true;
+      future->changed.notify_all();
+    });
+    return SaveFuture(future);
+  }
+
+  /// Waits for the save that runs; throws the error that no future has thrown.
+  void finish() {
+    const std::lock_guard guard(mutex_);
+    wait_for_thread();
+    if (const std::exception_ptr error = unseen_error()) std::rethrow_exception(error);
+  }
+
+  void release() {
+    const std::lock_guard guard(mutex_);
+    wait_for_thread();
+    staging_.release();
+  }
+
+  /// At the end of the process, or of its groups.
+  void drain() noexcept {
+    try {
+      finish();
+    } catch (const std::exception& error) {
+      FSDP2_LOG_ERROR("[dcp] a checkpoint is lost: ", error.what());
+    }
+  }
+
+ private:
+  ~Background() {
+    if (thread_.joinable()) thread_.join();
+  }
+
+  void wait_for_thread() {
+    if (thread_.joinable()) thread_.join();
+  }
+
+  std::exception_ptr unseen_error() {
+    if (!current_) return nullptr;
+    const std::shared_ptr<SaveFuture::State> last = std::move(current_);
+    current_ = nullptr;
+    const std::lock_guard lock(last->mutex);
+    if (!last->error || last->observed) return nullptr;
+    last->observed = true;
+    try {
+      std::rethrow_exception(last->error);
+    } catch (const Error& error) {
+      return std::make_exception_ptr(Error(error.code(), c10::str("[dcp] the async save to ", last->path,
+                                                                  " before this call had failed, and its future was "
+                                                                  "not asked: ",
+                                                                  error.what_without_backtrace())));
+    } catch (...) {
+      return std::current_exception();
+    }
+  }
+
+  /// The ranks of `group` once more, for saves alone.
+  static ProcessGroup separate_group(const ProcessGroup& group) {
+    if (!is_initialized()) return group;
+    const ProcessGroup own = fsdp2::detail::shared_group(get_process_group_ranks(group), "async save");
+    return own;
+  }
+
+  void register_exits() {
+    if (!registered_exit_) {
+      registered_exit_ = true;
+      std::atexit([] { Background::of_process().drain(); });
+    }
+    fsdp2::detail::before_destroy([] { Background::of_process().drain(); });
+  }
+
+  std::mutex mutex_;
+  std::thread thread_;
+  std::shared_ptr<SaveFuture::State> current_;
+  Staging staging_;
+  bool registered_exit_ = false;
+};
+
+}  // namespace
+
+bool SaveFuture::ready() const {
+  FSDP2_CHECK(valid(), kUsage, "[dcp] this SaveFuture belongs to no save");
+  const std::lock_guard guard(state_->mutex);
+  return state_->done;
+}
+
+SaveProgress SaveFuture::progress() const {
+  FSDP2_CHECK(valid(), kUsage, "[dcp] this SaveFuture belongs to no save");
+  return {state_->progress.done.load(), state_->progress.total.load()};
+}
+
+void SaveFuture::wait() const {
+  FSDP2_CHECK(valid(), kUsage, "[dcp] this SaveFuture belongs to no save");
+  state_->wait();
+  state_->rethrow();
+}
+
+Metadata SaveFuture::get() const {
+  wait();
+  return state_->metadata;
+}
+
+SaveFuture async_save(const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
+  return Background::of_process().start(state, path, options);
+}
+
+void release_async_buffers() { Background::of_process().release(); }
+
+void detail::finish_async_save() { Background::of_process().finish(); }
+
+}  // namespace fsdp2::dcp
