@@ -17,6 +17,7 @@ void check_file_name(const std::string& name) {
 
 bool is_checkpoint_file(std::string_view name) {
   if (name == kMetadataName || name == ".metadata.tmp" || name == kChecksumsName) return true;
+  if (name.ends_with(".safetensors") || name == "model.safetensors.index.json") return true;
   return name.starts_with("__") &&
          (name.ends_with(".distcp") || name.ends_with(".metadata") || name.ends_with(".metadata.tmp"));
 }

@@ -22,6 +22,17 @@ void check_storable(const at::Tensor& tensor, const std::string& fqn);
 /// Writes a tensor made by storable().
 void write_tensor_item(ByteSink& out, const at::Tensor& tensor);
 
+/// The same in pieces, for tensors that are not in memory as a whole: row-major elements, one after the other.
+class TensorItemWriter {
+ public:
+  TensorItemWriter(ByteSink& out, at::ScalarType dtype, const std::vector<int64_t>& sizes);
+  void write(const void* data, size_t size) { archive_.append(data, size); }
+  void finish();
+
+ private:
+  ZipWriter archive_;
+};
+
 /// A plain value, pickled; `tensors` inside of it go to records of their own.
 struct PickledValue {
   std::string pickle;

@@ -1,6 +1,8 @@
 #include <ATen/Functions.h>
 #include <fsdp2/error.h>
 
+#include <algorithm>
+
 #include "dcp/item.h"
 #include "dcp/scalar_types.h"
 #include "dcp/value_rep.h"
@@ -11,11 +13,14 @@ namespace {
 
 constexpr int kMaxDepth = 200;
 
-/// The global for a dtype that Python's storage classes do not cover is a further argument.
-void write_tensor(pickle::Writer& out, const at::Tensor& tensor, const std::string& key) {
-  const at::ScalarType type = tensor.scalar_type();
+/// The pickle of a row-major tensor whose bytes are the record data/`key`.
+void describe_tensor(pickle::Writer& out, at::ScalarType type, at::IntArrayRef sizes, const std::string& key) {
+  // A dtype that Python's storage classes do not cover is a further argument.
   const std::string_view storage = storage_class(type);
   const std::string_view dtype = dtype_name(type);
+  const int64_t numel = c10::multiply_integers(sizes);
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(sizes[d], 1);
   out.global("torch._utils", storage.empty() ? "_rebuild_tensor_v3" : "_rebuild_tensor_v2");
   out.mark();
   out.mark();
@@ -23,12 +28,12 @@ void write_tensor(pickle::Writer& out, const at::Tensor& tensor, const std::stri
   out.global(storage.empty() ? "torch.storage" : "torch", storage.empty() ? "UntypedStorage" : storage);
   out.text(key);
   out.text("cpu");
-  out.integer(storage.empty() ? static_cast<int64_t>(tensor.nbytes()) : tensor.numel());
+  out.integer(storage.empty() ? numel * static_cast<int64_t>(c10::elementSize(type)) : numel);
   out.tuple();
   out.persistent_id();
   out.integer(0);
-  out.integers(tensor.sizes());
-  out.integers(tensor.strides());
+  out.integers(sizes);
+  out.integers(strides);
   out.boolean(false);
   out.global("collections", "OrderedDict");
   out.tuple_of(0);
@@ -38,18 +43,22 @@ void write_tensor(pickle::Writer& out, const at::Tensor& tensor, const std::stri
   out.reduce();
 }
 
-void write_archive(ByteSink& out, const std::string& pickle, const std::vector<at::Tensor>& tensors) {
-  ZipWriter archive(out);
+void begin_archive(ZipWriter& archive, const std::string& pickle) {
   archive.record("data.pkl", pickle);
   archive.record(".format_version", "1");
   archive.record(".storage_alignment", "64");
   archive.record("byteorder", "little");
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    archive.record("data/" + std::to_string(i), tensors[i].nbytes() ? tensors[i].const_data_ptr() : "",
-                   tensors[i].nbytes());
-  }
+}
+
+void end_archive(ZipWriter& archive) {
   archive.record("version", "3\n");
   archive.finish();
+}
+
+std::string pickle_of_tensor(at::ScalarType type, at::IntArrayRef sizes) {
+  pickle::Writer pickle;
+  describe_tensor(pickle, type, sizes, "0");
+  return std::move(pickle).finish();
 }
 
 class ValueWriter {
@@ -154,7 +163,7 @@ class ValueWriter {
   }
   void write_tensor_value(const at::Tensor& tensor) {
     const at::Tensor stored = storable(tensor, fqn_);
-    write_tensor(out_, stored, std::to_string(tensors_.size()));
+    describe_tensor(out_, stored.scalar_type(), stored.sizes(), std::to_string(tensors_.size()));
     tensors_.push_back(stored);
   }
 
@@ -180,10 +189,21 @@ at::Tensor storable(const at::Tensor& tensor, const std::string& fqn) {
   return plain.contiguous();
 }
 
+TensorItemWriter::TensorItemWriter(ByteSink& out, at::ScalarType dtype, const std::vector<int64_t>& sizes)
+    : archive_(out) {
+  begin_archive(archive_, pickle_of_tensor(dtype, sizes));
+  archive_.begin_record("data/0");
+}
+
+void TensorItemWriter::finish() {
+  archive_.end_record();
+  end_archive(archive_);
+}
+
 void write_tensor_item(ByteSink& out, const at::Tensor& tensor) {
-  pickle::Writer pickle;
-  write_tensor(pickle, tensor, "0");
-  write_archive(out, std::move(pickle).finish(), {tensor});
+  TensorItemWriter writer(out, tensor.scalar_type(), tensor.sizes().vec());
+  if (tensor.nbytes() > 0) writer.write(tensor.const_data_ptr(), tensor.nbytes());
+  writer.finish();
 }
 
 PickledValue pickle_value(const Value& value, const std::string& fqn) {
@@ -203,7 +223,13 @@ void write_value_item(ByteSink& out, const PickledValue& value) {
   if (value.raw) {
     out.write(value.pickle.data(), value.pickle.size());
   } else {
-    write_archive(out, value.pickle, value.tensors);
+    ZipWriter archive(out);
+    begin_archive(archive, value.pickle);
+    for (size_t i = 0; i < value.tensors.size(); ++i) {
+      const at::Tensor& tensor = value.tensors[i];
+      archive.record("data/" + std::to_string(i), tensor.nbytes() ? tensor.const_data_ptr() : "", tensor.nbytes());
+    }
+    end_archive(archive);
   }
 }
 

@@ -183,7 +183,7 @@ at::Tensor TensorReader::read(const StoredTensor& stored) {
 class TensorItem::Pass {
  public:
   explicit Pass(const TensorItem& item) : bytes_(*item.bytes_), begin_(item.begin_) {
-    if (item.archive_) record_.emplace(*item.archive_, *item.stored_.record);
+    if (item.archive_) record_.emplace(*item.archive_, *item.stored_.record, !item.checked_);
   }
   void read(uint64_t offset, void* out, uint64_t size) {
     if (record_) {
@@ -228,6 +228,11 @@ TensorItem::TensorItem(ByteRange bytes, uint64_t begin, at::ScalarType dtype, st
 at::Tensor TensorItem::read_permuted() {
   if (!permuted_.defined()) permuted_ = view_of_storage(read_storage(*archive_, stored_), stored_);
   return permuted_;
+}
+
+void TensorItem::check() {
+  if (archive_) RecordReader(*archive_, *stored_.record).finish();
+  checked_ = true;
 }
 
 at::Tensor TensorItem::whole() {

@@ -64,11 +64,14 @@ class TensorItem {
   /// one slab of rows is held in between, the whole chunk where its strides are not those of rows.
   void copy_window(const Chunk& window, const at::Tensor& to);
   at::Tensor whole();
+  /// Reads all of the record once and compares its checksum; copy_window() does not do it again.
+  void check();
 
  private:
   class Pass;
   at::Tensor read_permuted();
 
+  bool checked_ = false;
   std::unique_ptr<ByteRange> bytes_;  // does not move: the archive refers to it
   std::unique_ptr<ZipReader> archive_;
   StoredTensor stored_;

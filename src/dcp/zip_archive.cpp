@@ -190,11 +190,12 @@ void ZipReader::check_all() const {
   for (const Record& record : records_) RecordReader(*this, record).finish();
 }
 
-RecordReader::RecordReader(const ZipReader& archive, const ZipReader::Record& record)
+RecordReader::RecordReader(const ZipReader& archive, const ZipReader::Record& record, bool verify)
     : archive_(archive),
       record_(record),
       data_(archive.data_offset(record)),
-      sums_(archive.verify_ && !archive.bytes_.is_checked() && record.crc != 0) {}  // 0: the writer computed none
+      sums_(verify && archive.verify_ && !archive.bytes_.is_checked() && record.crc != 0) {
+}  // 0: the writer computed none
 
 void RecordReader::pass(void* out, uint64_t size) {
   auto* bytes = static_cast<char*>(out);
@@ -248,7 +249,13 @@ std::string ZipReader::read_text(const Record& record, size_t limit) const {
 ZipWriter::ZipWriter(ByteSink& out) : out_(out), base_(out.position()) {}
 
 void ZipWriter::record(std::string_view name, const void* data, size_t size) {
-  Entry entry{"archive/" + std::string(name), out_.position() - base_, size, 0};
+  begin_record(name);
+  append(data, size);
+  end_record();
+}
+
+void ZipWriter::begin_record(std::string_view name) {
+  Entry entry{"archive/" + std::string(name), out_.position() - base_, 0, 0};
   // Sizes and checksum come after the data and in the directory: nothing has to be known, or
   // computed, before.
   const size_t before_data = entry.offset + kLocalHeaderBytes + entry.name.size() + 4;
@@ -260,16 +267,26 @@ void ZipWriter::record(std::string_view name, const void* data, size_t size) {
   header.add(static_cast<uint16_t>(entry.name.size())).add(static_cast<uint16_t>(4 + padding)).text(entry.name);
   header.add(kPaddingField).add(static_cast<uint16_t>(padding)).text(std::string(padding, 'Z'));
   out_.write(header.str().data(), header.str().size());
-  entry.crc = out_.write(data, size);
+  entries_.push_back(std::move(entry));
+}
+
+void ZipWriter::append(const void* data, size_t size) {
+  Entry& entry = entries_.back();
+  const uint32_t crc = out_.write(data, size);
+  entry.crc = entry.size == 0 ? crc : joined_crc32(entry.crc, crc, size);
+  entry.size += size;
+}
+
+void ZipWriter::end_record() {
+  const Entry& entry = entries_.back();
   Bytes descriptor;
   descriptor.add(kDescriptor).add(entry.crc);
-  if (size >= kIn64) {
-    descriptor.add(uint64_t{size}).add(uint64_t{size});
+  if (entry.size >= kIn64) {
+    descriptor.add(entry.size).add(entry.size);
   } else {
-    descriptor.add(static_cast<uint32_t>(size)).add(static_cast<uint32_t>(size));
+    descriptor.add(static_cast<uint32_t>(entry.size)).add(static_cast<uint32_t>(entry.size));
   }
   out_.write(descriptor.str().data(), descriptor.str().size());
-  entries_.push_back(std::move(entry));
 }
 
 void ZipWriter::finish() {

@@ -52,7 +52,7 @@ class ZipReader {
 /// the record.
 class RecordReader {
  public:
-  RecordReader(const ZipReader& archive, const ZipReader::Record& record);
+  RecordReader(const ZipReader& archive, const ZipReader::Record& record, bool verify = true);
   void read(uint64_t offset, void* out, uint64_t size);
   /// Checks the record.
   void finish();
@@ -75,6 +75,10 @@ class ZipWriter {
   explicit ZipWriter(ByteSink& out);
   void record(std::string_view name, const void* data, size_t size);
   void record(std::string_view name, std::string_view text) { record(name, text.data(), text.size()); }
+  /// A record in pieces.
+  void begin_record(std::string_view name);
+  void append(const void* data, size_t size);
+  void end_record();
   void finish();
 
  private:
