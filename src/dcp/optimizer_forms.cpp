@@ -198,7 +198,9 @@ StateDict nested_form(const StateDict& state, const std::vector<torch::optim::Op
     return FlatReader(state, view).nested(optimizers, view, strict);
   }
   FSDP2_CHECK(has_groups, kNotFound, "[dcp] the optimizer state dict has no \"param_groups\"");
-  const std::vector<Value>& groups = state.at("param_groups").list();
+  std::vector<Value> groups = state.at("param_groups").list();
+  // A load takes everything out of a group that the checkpoint does not have.
+  std::erase_if(groups, [](const Value& group) { return group.dict().empty(); });
   for (size_t g = 0; g < groups.size(); ++g) {
     FSDP2_CHECK(groups[g].dict().contains("params"), kNotFound, "[dcp] group ", g,
                 " of the optimizer state dict has no \"params\", the list of its parameters");

@@ -100,7 +100,7 @@ StateDict collect_optimizers(const ModelView& view, const std::vector<Optimizer*
       StateDict saved = layout.hyper_parameters(group.options());
       saved["params"] = std::move(params);
       groups.emplace_back(std::move(saved));
-      ValueAccess::set_absent(groups.back(), Absent::kKeepEach);
+      ValueAccess::set_absent(groups.back(), Absent::kDropEach);
     }
   }
   StateDict nested{{"state", std::move(states)}, {"param_groups", std::move(groups)}};

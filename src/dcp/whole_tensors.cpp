@@ -179,9 +179,11 @@ class Gatherer {
     const std::vector<int64_t> axes = layout.sharded_axes();
     if (axes.empty()) return keep ? local.clone(at::MemoryFormat::Contiguous).to(device) : at::Tensor();
     const bool small = tensor.numel() * static_cast<int64_t>(tensor.element_size()) <= kSmall;
-    if (!small && !has_equal_rows(layout, axes)) return part_by_part(tensor, axes, *mine, keep, device, name);
-    const ProcessGroup group = spec.mesh.get_group(axes[0]);
-    at::Tensor full = fsdp2::detail::gather_full(layout, local.to(transport(group, local, spec.mesh)), name);
+    const c10::Device wire = transport(spec.mesh.get_group(axes[0]), local, spec.mesh);
+    // Gloo gathers through a buffer as big as the result.
+    const bool in_place = !wire.is_cpu() && has_equal_rows(layout, axes);
+    if (!small && !in_place) return part_by_part(tensor, axes, *mine, keep, device, name);
+    at::Tensor full = fsdp2::detail::gather_full(layout, local.to(wire), name);
     if (!keep) return {};
     if (full.storage().nbytes() != full.nbytes()) full = full.clone();  // without the padding
     return full.to(device);
