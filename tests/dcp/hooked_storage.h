@@ -37,6 +37,9 @@ class HookedStorage final : public dcp::Storage {
     inner_->commit(place, target, overwrite);
     hook_("committed", target.string());
   }
+  void clean(const std::string& place, int rank, int world_size) noexcept override {
+    inner_->clean(place, rank, world_size);
+  }
   void discard(const std::string& place) noexcept override { inner_->discard(place); }
   std::shared_ptr<const dcp::InputFile> open(const std::filesystem::path& folder, const std::string& name) override {
     hook_("open", (folder / name).string());
