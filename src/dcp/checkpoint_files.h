@@ -10,6 +10,7 @@
 
 #include "dcp/checksums.h"
 #include "dcp/item.h"
+#include "dcp/metadata_files.h"
 #include "dcp/stored_metadata.h"
 #include "dcp/tensor_item.h"
 
@@ -17,7 +18,10 @@ namespace fsdp2::dcp::detail {
 
 class CheckpointFiles {
  public:
-  /// `storage` may be null: local_storage().
+  /// `metadata` are those of the folder.
+  CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify,
+                  const MetadataFiles& metadata);
+  /// Reads them. `storage` may be null: local_storage().
   CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify);
 
   const std::filesystem::path& folder() const { return folder_; }
@@ -31,9 +35,10 @@ class CheckpointFiles {
     return std::get_if<TensorEntry>(&stored_.metadata.entries[entry].second);
   }
 
-  /// kCorruption unless the chunks of the tensor cover it exactly and the files hold enough bytes
-  /// for it.
-  void check_tensor(size_t entry);
+  /// kCorruption unless the chunks of the tensor cover it exactly.
+  void check_tensor(size_t entry) const;
+  /// kCorruption unless the file of the chunk holds enough bytes for it.
+  void check_chunk(size_t entry, size_t chunk);
   TensorItem open_chunk(size_t entry, size_t chunk);
   /// The whole tensor, on CPU.
   at::Tensor read_whole(size_t entry);
@@ -42,8 +47,10 @@ class CheckpointFiles {
   void check_item(size_t entry, size_t part);
 
  private:
+  const ItemLocation& place_of(size_t entry, size_t part) const;
+  const std::shared_ptr<const InputFile>& file_of(const ItemLocation& place);
   ByteRange range(size_t entry, size_t part);
-  void read_checksums();
+  void read_checksums(const MetadataFiles& metadata);
 
   std::shared_ptr<Storage> storage_;
   std::filesystem::path folder_;
