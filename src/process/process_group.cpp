@@ -7,6 +7,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <signal.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -199,6 +201,9 @@ void init_process_group(const ProcessGroupOptions& options) {
     everyone[i] = static_cast<int>(i);
   }
   fresh->ranks_of.emplace(fresh->default_group.get(), std::move(everyone));
+  // Gloo writes to sockets that a dead peer has closed: that has to be an error, not the end of this process.
+  struct sigaction present {};
+  if (::sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL) ::signal(SIGPIPE, SIG_IGN);
   detail::world_slot() = std::move(fresh);
   static const int registered = std::atexit(destroy_process_group);
   (void)registered;
