@@ -4,6 +4,7 @@
 
 #include <fsdp2/clip_grad.h>
 #include <fsdp2/dcp/dcp.h>
+#include <fsdp2/dcp/manager.h>
 #include <fsdp2/dcp/state_dict.h>
 #include <fsdp2/dcp/storage.h>
 #include <fsdp2/dcp/value.h>

@@ -22,7 +22,7 @@ void Absences::add_found(const Leaf& leaf) {
 
 void Absences::add_missing(const Leaf& leaf) {
   if (leaf.absent == Absent::kError) errors_.push_back(leaf.fqn);
-  if (leaf.absent == Absent::kKeepEach) kept_.push_back(leaf.fqn);
+  if (leaf.absent == Absent::kDropEach) dropped_.push_back(leaf);
   if (leaf.absent != Absent::kAllOrNone) return;
   std::string& first = dicts_[leaf.dict].missing;
   if (first.empty()) first = leaf.fqn;
@@ -53,8 +53,13 @@ void Absences::settle() {
   if (emptied > 0)
     FSDP2_LOG_WARN("[dcp] the checkpoint has no state of ", emptied, " parameters, e.g. no ", example,
                    "; they start afresh");
-  if (!kept_.empty())
-    FSDP2_LOG_WARN("[dcp] the checkpoint lacks the hyper-parameters ", some_of(kept_), "; they keep their values");
+  std::vector<std::string> names;
+  for (const Leaf& leaf : dropped_) {
+    names.push_back(leaf.fqn);
+    leaf.dict->erase(std::get<std::string>(leaf.path.back()));
+  }
+  if (!names.empty())
+    FSDP2_LOG_WARN("[dcp] the checkpoint lacks the hyper-parameters ", some_of(names), "; they keep their values");
 }
 
 }  // namespace fsdp2::dcp::detail

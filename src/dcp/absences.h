@@ -22,7 +22,7 @@ class Absences {
   /// kNotFound naming the keys whose absence is an error. `folder` is the checkpoint's; `saved_by_rank` says whether a
   /// key was saved once for each rank.
   void check(const std::string& folder, const std::function<bool(const std::string&)>& saved_by_rank) const;
-  /// Empties the dicts of which nothing was saved, and says in the log what keeps its value.
+  /// Takes what was not saved out of the dicts that say so, with a note in the log.
   void settle();
 
  private:
@@ -30,7 +30,7 @@ class Absences {
     std::string found, missing;  // the first key of each kind
   };
   std::vector<std::string> errors_;
-  std::vector<std::string> kept_;
+  std::vector<Leaf> dropped_;
   std::map<StateDict*, Dict> dicts_;  // those that say kAllOrNone
 };
 

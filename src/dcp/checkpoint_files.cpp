@@ -4,10 +4,12 @@
 #include <fsdp2/error.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "dcp/file_writer.h"
 #include "dcp/geometry.h"
 #include "dcp/scalar_types.h"
+#include "dcp/transforms.h"
 
 namespace fsdp2::dcp::detail {
 namespace {
@@ -49,32 +51,90 @@ void CheckpointFiles::read_checksums(const MetadataFiles& metadata) {
   }
 }
 
-const ItemLocation& CheckpointFiles::place_of(size_t entry, size_t part) const {
+const ItemLocation& CheckpointFiles::location(size_t entry, size_t part) const {
   const ItemLocation& place = stored_.locations[entry][part];
   FSDP2_CHECK(place.present, kCorruption, "[dcp] ", (folder_ / kMetadataName).string(), ": ", fqn(entry),
               " has no storage entry for one of its parts");
   return place;
 }
 
-const std::shared_ptr<const InputFile>& CheckpointFiles::file_of(const ItemLocation& place) {
-  auto found = open_.find(place.file);
+CheckpointFiles::OpenFile& CheckpointFiles::open(const std::string& name) {
+  auto found = open_.find(name);
   if (found == open_.end()) {
     if (open_.size() >= kMaxOpenFiles) open_.clear();
-    found = open_.emplace(place.file, storage_->open(folder_, place.file)).first;
+    found = open_.emplace(name, OpenFile{storage_->open(folder_, name), {}, {}, 0}).first;
   }
   return found->second;
 }
 
-ByteRange CheckpointFiles::range(size_t entry, size_t part) {
-  const ItemLocation& place = place_of(entry, part);
+ByteRange CheckpointFiles::stored_bytes(size_t entry, uint64_t offset, uint64_t length, const ItemLocation& place) {
   std::span<const uint32_t> sums;
   if (checksums_) {
-    sums = checksums_->find(place.file, place.offset, place.length);
-    FSDP2_CHECK(!sums.empty() || place.length == 0, kCorruption, "[dcp] ", (folder_ / kChecksumsName).string(),
-                " has no checksums of ", fqn(entry), " at offset ", place.offset, " of ", place.file,
+    sums = checksums_->find(place.file, offset, length);
+    FSDP2_CHECK(!sums.empty() || length == 0, kCorruption, "[dcp] ", (folder_ / kChecksumsName).string(),
+                " has no checksums of ", fqn(entry), " at offset ", offset, " of ", place.file,
                 "; it does not belong to these metadata");
   }
-  return ByteRange(file_of(place), place.offset, place.length, fqn(entry), sums);
+  return ByteRange(open(place.file).file, offset, length, fqn(entry), sums);
+}
+
+ByteRange CheckpointFiles::item(size_t entry, size_t part) {
+  const ItemLocation& place = location(entry, part);
+  ByteRange stored = stored_bytes(entry, place.offset, place.length, place);
+  if (place.transforms.empty()) return stored;
+  uint64_t most = most_value_bytes(place.length, place.transforms);
+  if (const TensorEntry* info = tensor(entry)) {
+    const int64_t elements = *checked_numel(info->chunks[part].sizes);
+    most = static_cast<uint64_t>(elements) * c10::elementSize(info->dtype) + kArchiveOverhead;
+  }
+  return undo_transforms(stored, place.transforms, most);
+}
+
+void CheckpointFiles::check_place(size_t entry, const ItemLocation& place) {
+  const uint64_t size = open(place.file).file->size();
+  FSDP2_CHECK(place.offset <= size && place.length <= size - place.offset, kCorruption, "[dcp] ",
+              (folder_ / place.file).string(), " (", fqn(entry), "): the metadata say ", place.length,
+              " bytes at offset ", place.offset, ", the file has ", size,
+              "; it was cut or belongs to another checkpoint");
+}
+
+/// Nothing in the metadata tells: the first bytes of what should be an archive do.
+bool CheckpointFiles::is_in_blob(size_t entry, size_t part) {
+  const ItemLocation& place = location(entry, part);
+  if (!place.transforms.empty()) return false;
+  OpenFile& file = open(place.file);
+  if (!file.has_blob) {
+    static constexpr char kArchive[] = {'P', 'K', 3, 4};
+    char start[sizeof(kArchive)];
+    check_place(entry, place);
+    const uint64_t left = file.file->size() - place.offset;
+    if (left >= sizeof(start)) file.file->read(place.offset, start, sizeof(start));
+    file.has_blob = left >= sizeof(start) && std::memcmp(start, kArchive, sizeof(start)) != 0;
+  }
+  return *file.has_blob;
+}
+
+TensorItem CheckpointFiles::open_in_blob(size_t entry, size_t chunk) {
+  const ItemLocation& place = location(entry, chunk);
+  OpenFile& file = open(place.file);
+  check_place(entry, place);
+  ByteRange bytes = stored_bytes(entry, place.offset, file.file->size() - place.offset, place);
+  if (!file.blob || file.blob_offset != place.offset) {
+    file.blob = std::make_shared<const SafetensorsHeader>(read_safetensors_header(bytes));
+    file.blob_offset = place.offset;
+  }
+  const SafetensorsTensor* found = file.blob->find(fqn(entry));
+  const auto where = [&] {
+    return c10::str("[dcp] ", bytes.what(), ": the safetensors data at offset ", place.offset, " of the file ");
+  };
+  FSDP2_CHECK(found != nullptr, kCorruption, where(), "have no tensor of that name");
+  const TensorEntry& info = *tensor(entry);
+  FSDP2_CHECK(found->dtype == info.dtype, kCorruption, where(), "hold it as ", dtype_name(found->dtype),
+              ", the metadata say ", dtype_name(info.dtype));
+  FSDP2_CHECK(found->sizes == info.chunks[chunk].sizes, kCorruption, where(), "hold it with the shape ",
+              shape_text(found->sizes), ", the metadata say ", shape_text(info.chunks[chunk].sizes));
+  const uint64_t begin = found->begin;
+  return TensorItem(std::move(bytes), begin, info.dtype, info.chunks[chunk].sizes);
 }
 
 void CheckpointFiles::check_tensor(size_t entry) const {
@@ -89,21 +149,19 @@ void CheckpointFiles::check_chunk(size_t entry, size_t chunk) {
   const TensorEntry& info = *tensor(entry);
   const int64_t elements = *checked_numel(info.chunks[chunk].sizes);
   if (elements == 0) return;
-  const ItemLocation& place = place_of(entry, chunk);
-  const InputFile& file = *file_of(place);
-  FSDP2_CHECK(place.offset <= file.size() && place.length <= file.size() - place.offset, kCorruption, "[dcp] ",
-              file.name(), " (", fqn(entry), "): the metadata say ", place.length, " bytes at offset ", place.offset,
-              ", the file has ", file.size(), "; it was cut or belongs to another checkpoint");
+  const ItemLocation& place = location(entry, chunk);
+  check_place(entry, place);
   const auto bytes = static_cast<uint64_t>(elements) * c10::elementSize(info.dtype);
-  FSDP2_CHECK(bytes <= place.length || !place.transforms.empty(), kCorruption, "[dcp] ",
+  FSDP2_CHECK(bytes <= most_undone_bytes(place.length, place.transforms), kCorruption, "[dcp] ",
               (folder_ / kMetadataName).string(), ": ", fqn(entry), " of shape ", shape_text(info.sizes),
               ": the chunk at ", shape_text(info.chunks[chunk].offsets), " needs ", bytes, " bytes, its item has ",
               place.length);
 }
 
 TensorItem CheckpointFiles::open_chunk(size_t entry, size_t chunk) {
+  if (is_in_blob(entry, chunk)) return open_in_blob(entry, chunk);
   const TensorEntry& info = *tensor(entry);
-  return TensorItem(range(entry, chunk), verify_, info.dtype, info.chunks[chunk].sizes);
+  return TensorItem(item(entry, chunk), verify_, info.dtype, info.chunks[chunk].sizes);
 }
 
 at::Tensor CheckpointFiles::read_whole(size_t entry) {
@@ -120,20 +178,27 @@ at::Tensor CheckpointFiles::read_whole(size_t entry) {
 }
 
 void CheckpointFiles::check_item(size_t entry, size_t part) {
-  const ByteRange bytes = range(entry, part);
-  if (bytes.is_checked()) {
-    std::string block(static_cast<size_t>(std::min<uint64_t>(kChecksumBlock, bytes.size())), '\0');
-    for (uint64_t at = 0; at < bytes.size(); at += block.size())
-      bytes.read(at, block.data(), static_cast<size_t>(std::min<uint64_t>(block.size(), bytes.size() - at)));
+  const TensorEntry* info = tensor(entry);
+  if (info != nullptr && is_in_blob(entry, part)) {
+    open_in_blob(entry, part).whole();
+    return;
   }
+  const ItemLocation& place = location(entry, part);
+  const ByteRange stored = stored_bytes(entry, place.offset, place.length, place);
+  if (stored.is_checked()) {
+    std::string block(static_cast<size_t>(std::min<uint64_t>(kChecksumBlock, stored.size())), '\0');
+    for (uint64_t at = 0; at < stored.size(); at += block.size())
+      stored.read(at, block.data(), static_cast<size_t>(std::min<uint64_t>(block.size(), stored.size() - at)));
+  }
+  const ByteRange bytes = item(entry, part);
   ZipReader(bytes, verify_).check_all();
-  if (tensor(entry) == nullptr) {
+  if (info == nullptr) {
     read_value(entry);
   } else {
     open_chunk(entry, part);
   }
 }
 
-Value CheckpointFiles::read_value(size_t entry) { return read_value_item(range(entry, 0), verify_); }
+Value CheckpointFiles::read_value(size_t entry) { return read_value_item(item(entry, 0), verify_); }
 
 }  // namespace fsdp2::dcp::detail

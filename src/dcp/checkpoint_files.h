@@ -11,6 +11,7 @@
 #include "dcp/checksums.h"
 #include "dcp/item.h"
 #include "dcp/metadata_files.h"
+#include "dcp/safetensors.h"
 #include "dcp/stored_metadata.h"
 #include "dcp/tensor_item.h"
 
@@ -47,9 +48,24 @@ class CheckpointFiles {
   void check_item(size_t entry, size_t part);
 
  private:
-  const ItemLocation& place_of(size_t entry, size_t part) const;
-  const std::shared_ptr<const InputFile>& file_of(const ItemLocation& place);
-  ByteRange range(size_t entry, size_t part);
+  struct OpenFile {
+    std::shared_ptr<const InputFile> file;
+    /// Its tensors are one safetensors blob; unknown until a tensor is asked for.
+    std::optional<bool> has_blob;
+    std::shared_ptr<const SafetensorsHeader> blob;
+    uint64_t blob_offset = 0;
+  };
+
+  const ItemLocation& location(size_t entry, size_t part) const;
+  OpenFile& open(const std::string& name);
+  /// kCorruption unless the file has those bytes.
+  void check_place(size_t entry, const ItemLocation& place);
+  /// The bytes in the file, with their checksums.
+  ByteRange stored_bytes(size_t entry, uint64_t offset, uint64_t length, const ItemLocation& place);
+  /// The bytes of an archive, transforms undone.
+  ByteRange item(size_t entry, size_t part);
+  bool is_in_blob(size_t entry, size_t part);
+  TensorItem open_in_blob(size_t entry, size_t chunk);
   void read_checksums(const MetadataFiles& metadata);
 
   std::shared_ptr<Storage> storage_;
@@ -57,7 +73,7 @@ class CheckpointFiles {
   bool verify_;
   StoredMetadata stored_;
   std::optional<Checksums> checksums_;
-  std::unordered_map<std::string, std::shared_ptr<const InputFile>> open_;
+  std::unordered_map<std::string, OpenFile> open_;
 };
 
 }  // namespace fsdp2::dcp::detail

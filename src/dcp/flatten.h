@@ -22,7 +22,7 @@ struct Leaf {
   Path path;
   Value* value;  // inside of the dict that was flattened
   Absent absent = Absent::kError;
-  StateDict* dict = nullptr;  // the one that says kAllOrNone
+  StateDict* dict = nullptr;  // that of `absent`, where it is not kError
 };
 
 /// A Stateful that flatten() met, and the state that it gave (inside of the dict that was

@@ -46,8 +46,9 @@ bool allow_global(std::string_view module, std::string_view name) {
   if (module == "pathlib" || module == "pathlib._local")
     return any({"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"});
   if (module == "_codecs") return any({"encode"});
-  if (module == "builtins" && name == "getattr") return true;  // see check_getattr
-  return (module == "builtins" || module == "__builtin__") && any({"set", "frozenset", "bytearray", "complex"});
+  // getattr: see check_getattr.
+  return (module == "builtins" || module == "__builtin__") &&
+         any({"set", "frozenset", "bytearray", "complex", "getattr"});
 }
 
 /// Text of a stranger, fit for a message.

@@ -25,8 +25,8 @@ void check_options(const SaveOptions& options) {
               "[dcp] SaveOptions::files_per_rank is ", options.files_per_rank, "; it is 1 to 1024");
   FSDP2_CHECK(!options.file_per_item || options.files_per_rank == 1, kInvalidArgument,
               "[dcp] SaveOptions::file_per_item and files_per_rank exclude each other");
-  FSDP2_CHECK(!options.safetensors && !options.zstd, kUnsupported,
-              "[dcp] SaveOptions::safetensors and zstd are not offered yet");
+  FSDP2_CHECK(!options.safetensors || !options.zstd, kInvalidArgument,
+              "[dcp] SaveOptions::safetensors and zstd exclude each other: a blob is read in parts");
 }
 
 /// Content hashes of what other ranks hold too: they must have the same. In order of the plan.
@@ -92,8 +92,13 @@ std::string encode_written(const std::vector<WrittenFile>& files, const std::vec
       out.number(part.part);
       out.number(part.offset);
       out.number(part.length);
-      out.number(uint64_t{part.checksums.size()});
-      for (const uint32_t sum : part.checksums) out.number(sum);
+    }
+    out.number(uint64_t{file.bytes.size()});
+    for (const WrittenBytes& bytes : file.bytes) {
+      out.number(bytes.offset);
+      out.number(bytes.length);
+      out.number(uint64_t{bytes.checksums.size()});
+      for (const uint32_t sum : bytes.checksums) out.number(sum);
     }
   }
   return out.take();
@@ -102,7 +107,7 @@ std::string encode_written(const std::vector<WrittenFile>& files, const std::vec
 /// Every rank's report put together.
 class Assembly {
  public:
-  explicit Assembly(const SavePlan& plan) {
+  Assembly(const SavePlan& plan, std::vector<std::string> transforms) : transforms_(std::move(transforms)) {
     for (const PlannedItem& item : plan.items) {
       stored.locations.emplace_back(item.owners.size());
       if (item.tensor) {
@@ -112,6 +117,7 @@ class Assembly {
       }
       stored.metadata.paths.emplace(item.fqn, item.path);
     }
+    stored.index();
   }
 
   /// `own`: the report is in terms of the plan of this assembly.
@@ -125,10 +131,13 @@ class Assembly {
       for (auto parts = in.number<uint64_t>(); parts > 0; --parts) {
         const auto item = in.number<uint64_t>(), part = in.number<uint64_t>();
         const auto offset = in.number<uint64_t>(), length = in.number<uint64_t>();
+        if (own) stored.locations.at(item).at(part) = {name, offset, length, true, transforms_};
+      }
+      for (auto ranges = in.number<uint64_t>(); ranges > 0; --ranges) {
+        const auto offset = in.number<uint64_t>(), length = in.number<uint64_t>();
         std::vector<uint32_t> sums(in.number<uint64_t>());
         for (uint32_t& sum : sums) sum = in.number<uint32_t>();
         checksums.add(name, offset, length, sums);
-        if (own) stored.locations.at(item).at(part) = {name, offset, length, true};
       }
     }
   }
@@ -136,6 +145,9 @@ class Assembly {
   StoredMetadata stored;
   Checksums checksums;
   std::vector<std::vector<uint64_t>> prints;  // by rank
+
+ private:
+  std::vector<std::string> transforms_;
 };
 
 void write_small(Storage& storage, const std::string& place, const std::string& name, const std::string& content) {
@@ -231,7 +243,7 @@ class SaveRun {
       return encode_written(files, options_.rank_local_metadata ? std::vector<uint64_t>()
                                                                 : replica_prints(exchange_.rank(), *plan_, items_));
     });
-    Assembly all(*plan_);
+    Assembly all(*plan_, transforms_of(options_));
     for (size_t rank = 0; rank < reports.size(); ++rank) {
       all.add(reports[rank], !options_.rank_local_metadata || static_cast<int>(rank) == exchange_.rank());
     }

@@ -22,8 +22,8 @@ struct StatefulBox {
 /// What load() does about keys of a dict that the checkpoint lacks and that its options do not allow to be missing.
 enum class Absent {
   kError,
-  /// Each keeps its value, with a note: hyper-parameters, which come and go between releases.
-  kKeepEach,
+  /// Each is taken out of the dict, with a note: hyper-parameters, which come and go between releases.
+  kDropEach,
   /// All of them: the dict is emptied, with a note; only some: an error. The state of one parameter, which an
   /// optimizer makes lazily.
   kAllOrNone

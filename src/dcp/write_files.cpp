@@ -6,11 +6,15 @@
 
 #include <algorithm>
 #include <exception>
+#include <nlohmann/json.hpp>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "dcp/file_writer.h"
 #include "dcp/geometry.h"
+#include "dcp/safetensors.h"
+#include "dcp/transforms.h"
 
 namespace fsdp2::dcp::detail {
 namespace {
@@ -82,25 +86,91 @@ std::vector<std::vector<Part>> deal(std::vector<Part> parts, const SaveOptions& 
   return files;
 }
 
+/// A blob names its tensors by key, so chunks of one key go to files of their own.
+void separate_chunks(std::vector<std::vector<Part>>& files) {
+  for (size_t i = 0; i < files.size(); ++i) {
+    std::unordered_set<size_t> seen;
+    std::vector<Part> kept, moved;
+    for (Part& part : files[i]) {
+      const bool again = part.source->tensor && !seen.insert(part.item).second;
+      (again ? moved : kept).push_back(part);
+    }
+    if (moved.empty()) continue;
+    files[i] = std::move(kept);
+    files.push_back(std::move(moved));
+  }
+}
+
+void write_archive(ByteSink& out, const Part& part) {
+  if (part.source->tensor) {
+    write_tensor_item(out, storable(part.source->data[part.chunk], part.source->fqn));
+  } else {
+    write_value_item(out, part.source->value);
+  }
+}
+
+/// Tensors as one blob, in the way of torch.distributed.checkpoint: `offset` is that of the blob, `length` that of the
+/// tensor's bytes.
+void write_blob(FileWriter& file, const std::vector<Part>& tensors, WrittenFile& written) {
+  std::vector<SafetensorsTensor> header;
+  std::unordered_map<std::string_view, const Part*> by_name;
+  nlohmann::json offsets = nlohmann::json::object();
+  for (const Part& part : tensors) {
+    const at::Tensor& data = part.source->data[part.chunk];
+    header.push_back({part.source->fqn, data.scalar_type(), data.sizes().vec(), 0, 0});
+    by_name.emplace(part.source->fqn, &part);
+    offsets[part.source->fqn] = {{"saved_offsets", part.source->tensor->chunks[part.chunk].offsets}};
+  }
+  const std::string start = make_safetensors_header(
+      header, {{"format", "pt"},
+               {"DCP_VERSION", "1.0"},
+               {"DCP_SHARDING_INFO", offsets.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)}});
+  const uint64_t offset = file.position();
+  file.begin_item();
+  file.write(start.data(), start.size());
+  for (const SafetensorsTensor& tensor : header) {
+    const Part& part = *by_name.at(tensor.name);
+    const at::Tensor data = storable(part.source->data[part.chunk], part.source->fqn);
+    if (data.nbytes() > 0) file.write(data.const_data_ptr(), data.nbytes());
+    written.parts.push_back({part.item, part.part, offset, static_cast<uint64_t>(data.nbytes())});
+  }
+  written.bytes.push_back({offset, file.position() - offset, file.end_item()});
+}
+
 WrittenFile write_file(std::unique_ptr<OutputFile> output, std::string name, const std::vector<Part>& parts,
                        const SaveOptions& options, WriteProgress* progress) {
   FileWriter file(std::move(output), options.checksums, progress ? &progress->done : nullptr);
-  WrittenFile written{std::move(name), {}};
+  WrittenFile written{std::move(name), {}, {}};
+  std::vector<Part> tensors;
   for (const Part& part : parts) {
+    if (options.safetensors && part.source->tensor) {
+      tensors.push_back(part);
+      continue;
+    }
     const uint64_t offset = file.position();
     file.begin_item();
-    if (part.source->tensor) {
-      write_tensor_item(file, storable(part.source->data[part.chunk], part.source->fqn));
+    if (options.zstd) {
+      ZstdSink compressed(file);
+      write_archive(compressed, part);
+      compressed.finish();
     } else {
-      write_value_item(file, part.source->value);
+      write_archive(file, part);
     }
-    written.parts.push_back({part.item, part.part, offset, file.position() - offset, file.end_item()});
+    const uint64_t length = file.position() - offset;
+    if (progress != nullptr && length < part.bytes) progress->done += part.bytes - length;  // what compression saved
+    written.parts.push_back({part.item, part.part, offset, length});
+    written.bytes.push_back({offset, length, file.end_item()});
   }
+  if (!tensors.empty()) write_blob(file, tensors, written);
   file.finish();
   return written;
 }
 
 }  // namespace
+
+std::vector<std::string> transforms_of(const SaveOptions& options) {
+  return options.zstd ? std::vector<std::string>{kZstdTransform} : std::vector<std::string>();
+}
 
 std::vector<WrittenFile> write_files(Storage& storage, const std::string& place, int rank, const SavePlan& plan,
                                      const std::vector<SaveItem>& items, const SaveOptions& options,
@@ -109,7 +179,8 @@ std::vector<WrittenFile> write_files(Storage& storage, const std::string& place,
   if (progress != nullptr) {
     for (const Part& part : parts) progress->total += part.bytes;
   }
-  const std::vector<std::vector<Part>> files = deal(std::move(parts), options);
+  std::vector<std::vector<Part>> files = deal(std::move(parts), options);
+  if (options.safetensors) separate_chunks(files);
   std::vector<WrittenFile> written(files.size());
   const auto write_one = [&](size_t i) {
     std::string name = c10::str("__", rank, "_", i, ".distcp");

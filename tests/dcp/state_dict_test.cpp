@@ -158,20 +158,6 @@ RANKS_TEST(StateDicts, SettingAModel, 2) {
   EXPECT_FSDP2_ERROR(set_model_state_dict(net, state), kInvalidArgument, "redistribute");
 }
 
-TEST(StateDicts, OptionsOfALaterVersionAreRefusedByName) {
-  torch::nn::Linear net(2, 2);
-  EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.full_state_dict = true}), kUnsupported, "full_state_dict");
-  EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.cpu_offload = true}), kUnsupported, "cpu_offload");
-  EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.ignore_frozen_params = true}), kUnsupported, "ignore_frozen_params");
-  EXPECT_FSDP2_ERROR(get_model_state_dict(net, {.keep_submodule_prefixes = false}), kUnsupported,
-                     "keep_submodule_prefixes");
-  torch::optim::SGD sgd(net->parameters(), 0.1);
-  EXPECT_FSDP2_ERROR(get_optimizer_state_dict(net, sgd, {.flatten_optimizer_state_dict = true}), kUnsupported,
-                     "flatten_optimizer_state_dict");
-  EXPECT_FSDP2_ERROR(set_optimizer_state_dict(net, sgd, {}, {.broadcast_from_rank0 = true}), kUnsupported,
-                     "broadcast_from_rank0");
-}
-
 TEST(StateDicts, ReadingTheOptimizerStateTakesNoStep) {
   torch::nn::Linear net(3, 2);
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.1));

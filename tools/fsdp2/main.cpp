@@ -9,6 +9,7 @@
 #include <fsdp2/error.h>
 #include <fsdp2/version.h>
 
+#include "checkpoint/command.h"
 #include "run.h"
 #include "run_options.h"
 
@@ -19,21 +20,23 @@ int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape): setting
                                             std::to_string(FSDP2_VERSION_PATCH));
   program.require_subcommand(1);
   program.failure_message([](const CLI::App*, const CLI::Error& error) {
-    return std::string("fsdp2: ") + error.what() + "; fsdp2 --help and fsdp2 run --help list what there is\n";
+    return std::string("fsdp2: ") + error.what() + "; --help after a subcommand lists what there is\n";
   });
   fsdp2::tool::RunCommandLine run(program);
+  fsdp2::tool::CheckpointCommand checkpoint(program);
   try {
-    if (argc > 1 && argv[1][0] != '-' && std::string(argv[1]) != "run") {
-      FSDP2_THROW(kInvalidArgument, "unknown subcommand ", argv[1], "; there is: run. See fsdp2 --help");
+    if (argc > 1 && argv[1][0] != '-' && std::string(argv[1]) != "run" && std::string(argv[1]) != "checkpoint") {
+      FSDP2_THROW(kInvalidArgument, "unknown subcommand ", argv[1], "; there are: run, checkpoint. See fsdp2 --help");
     }
     program.parse(argc, argv);
+    if (checkpoint.chosen()) return checkpoint.run();
     return fsdp2::tool::run(run.finish(), argv);
   } catch (const CLI::ParseError& error) {
     return program.exit(error) == 0 ? 0 : 2;
   } catch (const fsdp2::Error& error) {
     std::cerr << "fsdp2: " << error.what_without_backtrace() << '\n';
     return error.code() == fsdp2::ErrorCode::kInvalidArgument || error.code() == fsdp2::ErrorCode::kUnsupported ? 2
-           : error.code() == fsdp2::ErrorCode::kNotFound                                                        ? 127
+           : error.code() == fsdp2::ErrorCode::kNotFound && run.chosen()                                        ? 127
                                                                                                                 : 1;
   } catch (const std::exception& error) {
     std::cerr << "fsdp2: " << error.what() << '\n';
