@@ -33,6 +33,7 @@ struct ProcessGroupOptions {
 
 /// Joins the job. Every rank calls it once. Errors: kInvalidArgument (rank or world size missing or
 /// contradictory between ranks), kTimeout (names the ranks that never came), kPeerFailed (master unreachable).
+/// SIGPIPE is ignored from then on unless it has a handler: writing to a peer that died is an error instead.
 FSDP2_API void init_process_group(const ProcessGroupOptions& options = {});
 /// Leaves the job and forgets every group. Safe while meshes, tensors and modules still exist, and twice.
 FSDP2_API void destroy_process_group();

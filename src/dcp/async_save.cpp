@@ -6,6 +6,9 @@
 #include <fsdp2/error.h>
 #include <fsdp2/log.h>
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -48,46 +51,84 @@ namespace {
 using detail::Exchange;
 using detail::SaveItem;
 
-/// Copies of tensors, in memory that the next save uses again.
+/// Copies of tensors, in memory that the next save of the same layout uses again.
 class Staging {
  public:
   void copy(std::vector<SaveItem>& items) {
-    next_ = 0;
+    std::vector<at::Tensor*> tensors;
     for (SaveItem& item : items) {
-      for (at::Tensor& tensor : item.data) tensor = copy(tensor);
-      for (at::Tensor& tensor : item.value.tensors) tensor = copy(tensor);
+      for (at::Tensor& tensor : item.data) tensors.push_back(&tensor);
+      for (at::Tensor& tensor : item.value.tensors) tensors.push_back(&tensor);
     }
-    buffers_.resize(next_);
-    for (const c10::Device device : busy_) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
-    busy_.clear();
+    if (!fits(tensors)) allocate(tensors);
+    std::vector<c10::Device> busy;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      at::Tensor& tensor = *tensors[i];
+      if (tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+        if (tensor.nbytes() > 0) std::memcpy(buffers_[i].mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
+      } else {
+        buffers_[i].copy_(tensor, /*non_blocking=*/true);
+        if (!tensor.device().is_cpu()) busy.push_back(tensor.device());
+      }
+      tensor = buffers_[i];
+    }
+    for (const c10::Device device : busy) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
   }
-  void release() { buffers_.clear(); }
+  void release() {
+    buffers_.clear();
+    slab_ = at::Tensor();
+  }
 
  private:
-  at::Tensor copy(const at::Tensor& tensor) {
-    if (next_ == buffers_.size()) buffers_.emplace_back();
-    at::Tensor& buffer = buffers_[next_++];
-    const bool fits = buffer.defined() && buffer.scalar_type() == tensor.scalar_type() &&
-                      buffer.sizes() == tensor.sizes() && buffer.is_pinned() == on_device(tensor);
-    if (!fits) {
-      buffer = at::Tensor();  // first the old one goes
-      buffer =
-          at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(on_device(tensor)));
-    }
-    const bool plain = tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-    if (plain) {
-      if (tensor.nbytes() > 0) std::memcpy(buffer.mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
-    } else {
-      buffer.copy_(tensor, /*non_blocking=*/true);
-      if (on_device(tensor)) busy_.push_back(tensor.device());
-    }
-    return buffer;
-  }
-  static bool on_device(const at::Tensor& tensor) { return !tensor.device().is_cpu(); }
+  static constexpr size_t kAlignment = 64;
 
-  std::vector<at::Tensor> buffers_;
-  size_t next_ = 0;
-  std::vector<c10::Device> busy_;
+  bool fits(const std::vector<at::Tensor*>& tensors) const {
+    if (buffers_.size() != tensors.size()) return false;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (buffers_[i].scalar_type() != tensors[i]->scalar_type() || buffers_[i].sizes() != tensors[i]->sizes())
+        return false;
+    }
+    return true;
+  }
+
+  void allocate(const std::vector<at::Tensor*>& tensors) {
+    release();  // never both
+    size_t bytes = 0;
+    bool pinned = false;
+    std::vector<size_t> offsets;
+    for (const at::Tensor* tensor : tensors) {
+      offsets.push_back(bytes);
+      bytes += (tensor->nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+      pinned |= tensor->is_cuda();
+    }
+    slab_ = pinned ? at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).pinned_memory(true))
+                   : huge_pages(bytes);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const at::Tensor buffer = at::empty({0}, at::TensorOptions().dtype(tensors[i]->scalar_type()));
+      const auto element = static_cast<int64_t>(tensors[i]->element_size());
+      std::vector<int64_t> strides(tensors[i]->sizes().size(), 1);
+      for (size_t d = strides.size(); d-- > 1;)
+        strides[d - 1] = strides[d] * std::max<int64_t>(tensors[i]->size(static_cast<int64_t>(d)), 1);
+      buffer.set_(slab_.storage(), static_cast<int64_t>(offsets[i]) / element, tensors[i]->sizes(), strides);
+      buffers_.push_back(buffer);
+    }
+  }
+
+  /// Memory for which the kernel needs few page faults and the processor few address translations.
+  static at::Tensor huge_pages(size_t bytes) {
+    constexpr size_t kHugePage = size_t{2} << 20;
+    const size_t rounded = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    void* memory = rounded > 0 ? std::aligned_alloc(kHugePage, rounded) : nullptr;
+    FSDP2_CHECK(memory != nullptr || rounded == 0, kIo, "[dcp] no memory for the ", rounded,
+                " bytes that async_save needs to copy the state; use save(), which needs none");
+    if (memory != nullptr) ::madvise(memory, rounded, MADV_HUGEPAGE);  // helps where it works
+    return at::from_blob(
+        memory, {static_cast<int64_t>(bytes)}, [](void* address) { std::free(address); },
+        at::TensorOptions().dtype(at::kByte));
+  }
+
+  at::Tensor slab_;
+  std::vector<at::Tensor> buffers_;  // views of it
 };
 
 /// The one save that may run in the background of a process.

@@ -22,24 +22,27 @@ at::Tensor part_of(at::Tensor tensor, const Chunk& box) {
   return tensor;
 }
 
-}  // namespace
-
-CheckpointFiles::CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify)
-    : storage_(storage ? std::move(storage) : local_storage()),
-      folder_(std::move(folder)),
-      verify_(verify),
-      stored_(read_metadata(*storage_, folder_)) {
-  if (verify_ && !stored_.foreign) read_checksums();
+std::shared_ptr<Storage> or_local(const std::shared_ptr<Storage>& storage) {
+  return storage ? storage : local_storage();
 }
 
-void CheckpointFiles::read_checksums() {
-  const std::vector<std::string> names = storage_->list(folder_);
-  if (!std::binary_search(names.begin(), names.end(), kChecksumsName)) return;
-  checksums_.emplace(
-      Checksums::decode(read_file(*storage_, folder_, kChecksumsName), (folder_ / kChecksumsName).string()));
-  for (const std::string& name : checksums_->files()) {
-    if (!name.ends_with(kMetadataName)) continue;
-    const std::string content = read_file(*storage_, folder_, name);
+}  // namespace
+
+CheckpointFiles::CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify,
+                                 const MetadataFiles& metadata)
+    : storage_(std::move(storage)),
+      folder_(std::move(folder)),
+      verify_(verify),
+      stored_(decode_metadata(metadata, folder_)) {
+  if (verify_ && metadata.checksums && !stored_.foreign) read_checksums(metadata);
+}
+
+CheckpointFiles::CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify)
+    : CheckpointFiles(or_local(storage), folder, verify, read_metadata_files(*or_local(storage), folder)) {}
+
+void CheckpointFiles::read_checksums(const MetadataFiles& metadata) {
+  checksums_.emplace(Checksums::decode(*metadata.checksums, (folder_ / kChecksumsName).string()));
+  for (const auto& [name, content] : metadata.metadata) {
     const std::vector<uint32_t> found = block_checksums(content);
     const auto recorded = checksums_->find(name, 0, content.size());
     FSDP2_CHECK(std::equal(found.begin(), found.end(), recorded.begin(), recorded.end()), kCorruption, "[dcp] ",
@@ -134,24 +137,25 @@ TensorItem CheckpointFiles::open_in_blob(size_t entry, size_t chunk) {
   return TensorItem(std::move(bytes), begin, info.dtype, info.chunks[chunk].sizes);
 }
 
-void CheckpointFiles::check_tensor(size_t entry) {
+void CheckpointFiles::check_tensor(size_t entry) const {
   const TensorEntry& info = *tensor(entry);
-  const std::string where =
-      c10::str("[dcp] ", (folder_ / kMetadataName).string(), ": ", fqn(entry), " of shape ", shape_text(info.sizes));
-  const int64_t numel = *checked_numel(info.sizes);  // valid: the decoder looked
-  if (numel == 0) return;
+  if (*checked_numel(info.sizes) == 0) return;  // valid: the decoder looked
   const std::string fault = cover_fault(info.sizes, info.chunks);
-  FSDP2_CHECK(fault.empty(), kCorruption, where, ": ", fault,
-              "; the checkpoint is damaged or was saved by part of the ranks");
-  for (size_t i = 0; i < info.chunks.size(); ++i) {
-    const int64_t elements = *checked_numel(info.chunks[i].sizes);
-    if (elements == 0) continue;
-    const ItemLocation& place = location(entry, i);
-    check_place(entry, place);
-    const auto bytes = static_cast<uint64_t>(elements) * c10::elementSize(info.dtype);
-    FSDP2_CHECK(bytes <= most_undone_bytes(place.length, place.transforms), kCorruption, where, ": the chunk at ",
-                shape_text(info.chunks[i].offsets), " needs ", bytes, " bytes, its item has ", place.length);
-  }
+  FSDP2_CHECK(fault.empty(), kCorruption, "[dcp] ", (folder_ / kMetadataName).string(), ": ", fqn(entry), " of shape ",
+              shape_text(info.sizes), ": ", fault, "; the checkpoint is damaged or was saved by part of the ranks");
+}
+
+void CheckpointFiles::check_chunk(size_t entry, size_t chunk) {
+  const TensorEntry& info = *tensor(entry);
+  const int64_t elements = *checked_numel(info.chunks[chunk].sizes);
+  if (elements == 0) return;
+  const ItemLocation& place = location(entry, chunk);
+  check_place(entry, place);
+  const auto bytes = static_cast<uint64_t>(elements) * c10::elementSize(info.dtype);
+  FSDP2_CHECK(bytes <= most_undone_bytes(place.length, place.transforms), kCorruption, "[dcp] ",
+              (folder_ / kMetadataName).string(), ": ", fqn(entry), " of shape ", shape_text(info.sizes),
+              ": the chunk at ", shape_text(info.chunks[chunk].offsets), " needs ", bytes, " bytes, its item has ",
+              place.length);
 }
 
 TensorItem CheckpointFiles::open_chunk(size_t entry, size_t chunk) {
@@ -163,6 +167,7 @@ TensorItem CheckpointFiles::open_chunk(size_t entry, size_t chunk) {
 at::Tensor CheckpointFiles::read_whole(size_t entry) {
   check_tensor(entry);
   const TensorEntry& info = *tensor(entry);
+  for (size_t i = 0; i < info.chunks.size(); ++i) check_chunk(entry, i);
   const at::Tensor whole = at::empty(info.sizes, at::TensorOptions().dtype(info.dtype));
   for (size_t i = 0; i < info.chunks.size(); ++i) {
     const Chunk& box = info.chunks[i];

@@ -10,6 +10,7 @@
 
 #include "dcp/checksums.h"
 #include "dcp/item.h"
+#include "dcp/metadata_files.h"
 #include "dcp/safetensors.h"
 #include "dcp/stored_metadata.h"
 #include "dcp/tensor_item.h"
@@ -18,7 +19,10 @@ namespace fsdp2::dcp::detail {
 
 class CheckpointFiles {
  public:
-  /// `storage` may be null: local_storage().
+  /// `metadata` are those of the folder.
+  CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify,
+                  const MetadataFiles& metadata);
+  /// Reads them. `storage` may be null: local_storage().
   CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify);
 
   const std::filesystem::path& folder() const { return folder_; }
@@ -32,9 +36,10 @@ class CheckpointFiles {
     return std::get_if<TensorEntry>(&stored_.metadata.entries[entry].second);
   }
 
-  /// kCorruption unless the chunks of the tensor cover it exactly and the files hold enough bytes
-  /// for it.
-  void check_tensor(size_t entry);
+  /// kCorruption unless the chunks of the tensor cover it exactly.
+  void check_tensor(size_t entry) const;
+  /// kCorruption unless the file of the chunk holds enough bytes for it.
+  void check_chunk(size_t entry, size_t chunk);
   TensorItem open_chunk(size_t entry, size_t chunk);
   /// The whole tensor, on CPU.
   at::Tensor read_whole(size_t entry);
@@ -61,7 +66,7 @@ class CheckpointFiles {
   ByteRange item(size_t entry, size_t part);
   bool is_in_blob(size_t entry, size_t part);
   TensorItem open_in_blob(size_t entry, size_t chunk);
-  void read_checksums();
+  void read_checksums(const MetadataFiles& metadata);
 
   std::shared_ptr<Storage> storage_;
   std::filesystem::path folder_;

@@ -14,7 +14,7 @@
 #include "dcp/item.h"
 #include "dcp/safetensors.h"
 #include "dcp/safetensors_folder.h"
-#include "dcp/stored_metadata.h"
+#include "dcp/metadata_files.h"
 
 namespace fsdp2::dcp::detail {
 namespace {

@@ -28,8 +28,13 @@ class Exchange {
   /// every rank gets an fsdp2::Error that names the first rank that failed and says why. `doing`
   /// completes "failed while ...".
   std::vector<std::string> gather(std::string_view doing, const std::function<std::string()>& work) const;
+  /// Runs `work` on rank 0 and gives every rank its result, or its error.
+  std::string broadcast(std::string_view doing, const std::function<std::string()>& work) const;
 
  private:
+  static std::string run(const std::function<std::string()>& work);
+  [[noreturn]] static void rethrow(std::string_view doing, size_t rank, const std::string& result, size_t failures);
+
   ProcessGroup group_;
   int rank_ = 0, world_size_ = 1;
 };

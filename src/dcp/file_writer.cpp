@@ -52,11 +52,11 @@ uint32_t FileWriter::write(const void* data, size_t size) {
   uint32_t all = 0;
   for (size_t done = 0; done < size;) {
     const size_t part = std::min(size - done, kChecksumBlock - in_block_);
+    put(bytes + done, part);  // first: it leaves the bytes in the cache
     if (checksums_) {
       const uint32_t own = sum(bytes + done, part);
       all = done == 0 ? own : joined_crc32(all, own, part);
     }
-    put(bytes + done, part);
     done += part;
     position_ += part;
     if (progress_ != nullptr) progress_->fetch_add(part, std::memory_order_relaxed);

@@ -43,8 +43,8 @@ struct ValueTask {
 
 class Loader {
  public:
-  Loader(StateDict& state, const std::filesystem::path& path, const LoadOptions& options, int rank)
-      : state_(state), options_(options), rank_(rank), files_(options.storage, path, options.verify_checksums) {}
+  Loader(StateDict& state, CheckpointFiles files, const LoadOptions& options, int rank)
+      : state_(state), options_(options), rank_(rank), files_(std::move(files)) {}
 
   /// Looks at everything that can be wrong without changing the target.
   void check() {
@@ -161,7 +161,19 @@ class Loader {
     }
     if (sizes != saved.sizes) report_.reshaped.push_back(leaf.fqn);
     files_.check_tensor(entry);
+    check_chunks(leaf, entry, saved, sizes != saved.sizes);
     tensors_.push_back({entry, leaf.fqn, leaf.value, sizes != saved.sizes});
+  }
+
+  /// Only of the files that this rank needs.
+  void check_chunks(const Leaf& leaf, size_t entry, const TensorEntry& saved, bool reshaped) {
+    const std::vector<LocalPart> parts = local_parts(leaf.value->tensor(), leaf.fqn);
+    for (size_t i = 0; i < saved.chunks.size(); ++i) {
+      const bool needed = std::any_of(parts.begin(), parts.end(), [&](const LocalPart& part) {
+        return part.data.numel() > 0 && (reshaped || intersect(saved.chunks[i], part.box));
+      });
+      if (needed) files_.check_chunk(entry, i);
+    }
   }
 
   void check_unexpected() const {
@@ -245,11 +257,17 @@ LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadO
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
   const Exchange exchange(options.group);
+  const std::shared_ptr<Storage> storage = options.storage ? options.storage : local_storage();
+  const std::string metadata = exchange.broadcast("reading the metadata", [&] {
+    finish_async_save();  // it may be what is loaded
+    return read_metadata_files(*storage, path).encode();
+  });
   std::optional<Loader> loader;
   LoadReport report;
   exchange.gather("checking a checkpoint", [&] {
     finish_async_save();
-    loader.emplace(state, path, options, exchange.rank());
+    CheckpointFiles files(storage, path, options.verify_checksums, MetadataFiles::decode(metadata));
+    loader.emplace(state, std::move(files), options, exchange.rank());
     loader->check();
     return std::string();
   });

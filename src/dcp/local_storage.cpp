@@ -203,14 +203,12 @@ class LocalStorage final : public Storage {
     std::error_code error;
     if (!fs::exists(target, error) || fs::is_empty(target, error)) {
       if (::rename(place.c_str(), target.c_str()) != 0) throw_errno("renaming the finished checkpoint to", target);
-      sync_folder(target.parent_path());
-      return unlock(place);
+      return sync_folder(target.parent_path());
     }
     // Swaps both names in one step where the file system can; `place` is the old checkpoint then.
     constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE of linux/fs.h
     if (::syscall(SYS_renameat2, AT_FDCWD, place.c_str(), AT_FDCWD, target.c_str(), kExchange) == 0) {
-      sync_folder(target.parent_path());
-      return discard(place);
+      return sync_folder(target.parent_path());
     }
     if (errno != EINVAL && errno != ENOSYS && errno != ENOTSUP)
       throw_errno("swapping in the finished checkpoint at", target);
@@ -222,8 +220,19 @@ class LocalStorage final : public Storage {
       throw_errno("renaming the finished checkpoint to", target, failure);
     }
     sync_folder(target.parent_path());
-    unlock(place);
     remove_tree(aside);
+  }
+
+  void clean(const std::string& place, int rank, int world_size) noexcept override {
+    // Freeing the pages of a big file takes long: all ranks help, rank 0 removes what is left.
+    std::error_code error;
+    std::vector<fs::path> files;
+    for (const auto& entry : fs::directory_iterator(place, error)) files.push_back(entry.path());
+    std::sort(files.begin(), files.end());
+    for (size_t i = 0; i < files.size(); ++i) {
+      if (i % static_cast<size_t>(world_size) == static_cast<size_t>(rank)) fs::remove(files[i], error);
+    }
+    if (rank == 0) discard(place);
   }
 
   void discard(const std::string& place) noexcept override {

@@ -12,7 +12,7 @@
 #include "dcp/checksums.h"
 #include "dcp/exchange.h"
 #include "dcp/file_names.h"
-#include "dcp/stored_metadata.h"
+#include "dcp/metadata_files.h"
 
 namespace fsdp2::dcp {
 namespace {

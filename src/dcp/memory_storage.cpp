@@ -52,6 +52,7 @@ class MemoryStorage final : public Storage, public std::enable_shared_from_this<
     FSDP2_CHECK(!node.empty(), kUsage, "[dcp] there is no place ", place, " to commit");
     folders_[key_of(target)] = std::move(node.mapped());
   }
+  void clean(const std::string&, int, int) noexcept override {}
   void discard(const std::string& place) noexcept override {
     const std::lock_guard guard(mutex_);
     folders_.erase(place);

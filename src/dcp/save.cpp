@@ -277,6 +277,7 @@ class SaveRun {
       began_ = false;
       return std::string();
     });
+    storage_->clean(place_, exchange_.rank(), exchange_.world_size());
     return std::move(all.stored.metadata);
   }
 

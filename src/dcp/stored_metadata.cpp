@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -19,19 +18,6 @@ namespace fsdp2::dcp::detail {
 namespace {
 
 constexpr uint32_t kNoEntry = UINT32_MAX;
-
-/// Of "__12.metadata": 12.
-std::optional<int> rank_of(std::string_view name) {
-  constexpr std::string_view kStart = "__", kEnd = kMetadataName;
-  if (!name.starts_with(kStart) || !name.ends_with(kEnd) || name.size() <= kStart.size() + kEnd.size()) return {};
-  const std::string_view digits = name.substr(kStart.size(), name.size() - kStart.size() - kEnd.size());
-  if (digits.size() > 9 || digits.find_first_not_of("0123456789") != std::string_view::npos) return {};
-  return std::stoi(std::string(digits));
-}
-
-StoredMetadata read_one(Storage& storage, const std::filesystem::path& folder, const std::string& name) {
-  return decode_metadata(read_file(storage, folder, name), (folder / name).string());
-}
 
 class Merger {
  public:
@@ -157,31 +143,6 @@ size_t StoredMetadata::index() {
 StoredMetadata merge_metadata(std::vector<StoredMetadata> parts, const std::vector<std::string>& names) {
   if (parts.size() == 1) return std::move(parts[0]);
   return Merger(std::move(parts), names).run();
-}
-
-StoredMetadata read_metadata(Storage& storage, const std::filesystem::path& folder) {
-  const std::vector<std::string> files = storage.list(folder);
-  FSDP2_CHECK(!files.empty(), kNotFound, "[dcp] there is no checkpoint at ", folder.string());
-  const auto has = [&](const std::string& name) { return std::find(files.begin(), files.end(), name) != files.end(); };
-  if (has(kMetadataName)) return read_one(storage, folder, kMetadataName);
-
-  std::map<int, std::string> by_rank;
-  for (const std::string& name : files) {
-    if (const auto rank = rank_of(name)) by_rank.emplace(*rank, name);
-  }
-  FSDP2_CHECK(!by_rank.empty(), kNotFound, "[dcp] there is no checkpoint at ", folder.string(), ": it has no ",
-              kMetadataName, has(".metadata.tmp") ? ", only .metadata.tmp" : "",
-              "; the save did not finish, or this is not a checkpoint folder");
-  std::vector<StoredMetadata> parts;
-  std::vector<std::string> names;
-  for (const auto& [rank, name] : by_rank) {
-    FSDP2_CHECK(rank == static_cast<int>(parts.size()), kCorruption, "[dcp] ", folder.string(),
-                " holds metadata of each rank, but not of rank ", parts.size(), ": there is ", name, " and no __",
-                parts.size(), kMetadataName, "; a file is missing or the save did not finish");
-    parts.push_back(read_one(storage, folder, name));
-    names.push_back((folder / name).string());
-  }
-  return merge_metadata(std::move(parts), names);
 }
 
 }  // namespace fsdp2::dcp::detail

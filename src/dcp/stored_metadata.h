@@ -55,7 +55,4 @@ StoredMetadata decode_metadata(std::string_view pickle, const std::string& what)
 /// two of them where they contradict each other.
 StoredMetadata merge_metadata(std::vector<StoredMetadata> parts, const std::vector<std::string>& names);
 
-/// `.metadata`, or all `__<rank>.metadata` where there is none. kNotFound if `folder` holds neither.
-StoredMetadata read_metadata(Storage& storage, const std::filesystem::path& folder);
-
 }  // namespace fsdp2::dcp::detail

@@ -18,8 +18,13 @@ using namespace detail;
 
 class Verifier {
  public:
-  Verifier(const std::filesystem::path& path, const LoadOptions& options)
-      : path_(path), options_(options), storage_(options.storage ? options.storage : local_storage()) {}
+  using Progress = std::function<void(uint64_t, uint64_t)>;
+
+  Verifier(const std::filesystem::path& path, const LoadOptions& options, const Progress& progress)
+      : path_(path),
+        options_(options),
+        progress_(progress),
+        storage_(options.storage ? options.storage : local_storage()) {}
 
   VerifyReport run() {
     std::optional<CheckpointFiles> files;
@@ -27,6 +32,9 @@ class Verifier {
     if (!files) return std::move(report_);
     report_.has_checksums = files->checksums() != nullptr;
     const StoredMetadata& stored = files->stored();
+    for (const auto& places : stored.locations) {
+      for (const ItemLocation& place : places) total_ += place.length;
+    }
     for (size_t i = 0; i < stored.metadata.entries.size(); ++i) check_entry(*files, i);
     check_files(*files);
     return std::move(report_);
@@ -56,8 +64,10 @@ class Verifier {
       attempt(place.file, files.fqn(entry), place.offset, [&] {
         const bool empty_chunk = tensor != nullptr && *checked_numel(tensor->chunks[part].sizes) == 0;
         if (empty_chunk && !place.present) return;
+        if (tensor != nullptr) files.check_chunk(entry, part);
         files.check_item(entry, part);
       });
+      if (progress_) progress_(report_.bytes, total_);
     }
   }
 
@@ -91,17 +101,20 @@ class Verifier {
 
   std::filesystem::path path_;
   const LoadOptions& options_;
+  const Progress& progress_;
   std::shared_ptr<Storage> storage_;
+  uint64_t total_ = 0;
   VerifyReport report_;
   std::set<std::string> used_;
 };
 
 }  // namespace
 
-VerifyReport verify(const std::filesystem::path& path, const LoadOptions& options) {
+VerifyReport verify(const std::filesystem::path& path, const LoadOptions& options,
+                    const std::function<void(uint64_t, uint64_t)>& progress) {
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
-  return Verifier(path, options).run();
+  return Verifier(path, options, progress).run();
 }
 
 }  // namespace fsdp2::dcp

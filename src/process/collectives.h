@@ -52,6 +52,9 @@ PendingCollective custom_collective(CollectiveOp op, const ProcessGroup& group, 
                                     CallSite site = {});
 void barrier_on(const ProcessGroup& group, CallSite site = {});
 
+/// A string of any length, from one rank of the group (its rank there) to all.
+std::string broadcast_string(const std::string& mine, int group_rank, const ProcessGroup& group);
+
 /// The default group where `group` is empty.
 const ProcessGroup& group_or_default(const ProcessGroup& group);
 

@@ -7,6 +7,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <signal.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -199,6 +201,9 @@ void init_process_group(const ProcessGroupOptions& options) {
     everyone[i] = static_cast<int>(i);
   }
   fresh->ranks_of.emplace(fresh->default_group.get(), std::move(everyone));
+  // Gloo writes to sockets that a dead peer has closed: that has to be an error, not the end of this process.
+  struct sigaction present {};
+  if (::sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL) ::signal(SIGPIPE, SIG_IGN);
   detail::world_slot() = std::move(fresh);
   static const int registered = std::atexit(destroy_process_group);
   (void)registered;
@@ -356,6 +361,31 @@ void reduce_scatter_tensor(Tensor& out, const Tensor& in, ReduceOp op, const Pro
   });
 }
 
+namespace {
+
+/// Where bytes of the host travel.
+c10::Device transport_device(const ProcessGroup& group) {
+  return group->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
+}
+
+}  // namespace
+
+std::string detail::broadcast_string(const std::string& mine, int group_rank, const ProcessGroup& group) {
+  const ProcessGroup& over = group_or_default(group);
+  const at::NoGradGuard no_grad;
+  const c10::Device device = transport_device(over);
+  Tensor length = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(mine.size())).to(device);
+  broadcast_from(length, group_rank, over, {"a string's length"}).wait();
+  std::string result = mine;
+  result.resize(static_cast<size_t>(length.item<int64_t>()));
+  if (result.empty()) return result;
+  const Tensor bytes = at::from_blob(result.data(), {static_cast<int64_t>(result.size())}, at::kByte);
+  Tensor moving = bytes.to(device);
+  broadcast_from(moving, group_rank, over, {"a string"}).wait();
+  if (!device.is_cpu()) bytes.copy_(moving);
+  return result;
+}
+
 std::vector<std::string> all_gather_strings(const std::string& mine, const ProcessGroup& group) {
   if (!group.defined() && !is_initialized()) {
     return {mine};
@@ -363,7 +393,7 @@ std::vector<std::string> all_gather_strings(const std::string& mine, const Proce
   const ProcessGroup& over = detail::group_or_default(group);
   const int64_t size = over->getSize();
   const at::NoGradGuard no_grad;
-  const auto device = over->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
+  const c10::Device device = transport_device(over);
   const auto to_device = [&](const Tensor& tensor) { return tensor.to(device); };
   Tensor lengths = at::zeros({size}, at::TensorOptions(at::kLong).device(device));
   Tensor length =

@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include "dcp/same.h"
-#include "dcp/stored_metadata.h"
+#include "dcp/metadata_files.h"
 #include "support/ranks.h"
 
 namespace fsdp2::dcp {

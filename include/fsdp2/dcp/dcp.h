@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -176,7 +177,9 @@ struct VerifyReport {
 
 /// Reads all of a checkpoint and compares it with its checksums and its metadata. Not collective. kNotFound if there is
 /// no checkpoint; damage is in the report, `.metadata` that cannot be read included.
-FSDP2_API VerifyReport verify(const std::filesystem::path& path, const LoadOptions& options = {});
+/// `progress` is told bytes read, and of how many.
+FSDP2_API VerifyReport verify(const std::filesystem::path& path, const LoadOptions& options = {},
+                              const std::function<void(uint64_t done, uint64_t total)>& progress = {});
 
 /// Reads a checkpoint without a target and without other ranks.
 class FSDP2_API Reader {

@@ -49,9 +49,11 @@ class FSDP2_API Storage {
   virtual bool sees(const std::string& place) = 0;
   virtual std::unique_ptr<OutputFile> create(const std::string& place, const std::string& name) = 0;
   /// On rank 0, after all ranks have finished their files: makes the checkpoint visible at `target`, whole or not at
-  /// all; one that was there before stays whole until then.
+  /// all; one that was there before stays whole until then, and may lie at `place` afterwards.
   virtual void commit(const std::string& place, const std::filesystem::path& target, bool overwrite) = 0;
-  /// On rank 0: forgets a place.
+  /// On every rank after commit(): removes its share of what that left at `place`.
+  virtual void clean(const std::string& place, int rank, int world_size) noexcept = 0;
+  /// On rank 0: forgets a place that is not committed.
   virtual void discard(const std::string& place) noexcept = 0;
 
   /// kNotFound naming the file if there is none.
