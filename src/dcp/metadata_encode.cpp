@@ -124,8 +124,10 @@ class Encoder {
     out_.mark();
     for (size_t i = 0; i < keys_.size(); ++i) {
       const auto* tensor = std::get_if<TensorEntry>(&stored_.metadata.entries[i].second);
-      for (size_t k = 0; k < stored_.locations[i].size(); ++k)
-        write_location(keys_[i], tensor ? &tensor->chunks[k] : nullptr, stored_.locations[i][k]);
+      for (size_t k = 0; k < stored_.locations[i].size(); ++k) {
+        const ItemLocation& place = stored_.locations[i][k];
+        if (place.present) write_location(keys_[i], tensor ? &tensor->chunks[k] : nullptr, place);
+      }
     }
     out_.set_items();
   }
