@@ -34,7 +34,8 @@ struct Options {
   double mb = 1024;
   std::string folder = "bench_dcp.tmp";
   int rounds = 5;
-  int64_t tensors = 0;  // of 8x8 each, in place of `mb`
+  int64_t tensors = 0;   // of 8x8 each, in place of `mb`
+  std::string metadata;  // of this folder: time to read, and nothing else
 };
 
 Options parse(int argc, char** argv) {
@@ -44,6 +45,7 @@ Options parse(int argc, char** argv) {
   app.add_option("--dir", options.folder, "where to write; removed in the end");
   app.add_option("--rounds", options.rounds, "how often everything is timed")->check(CLI::Range(1, 1000));
   app.add_option("--tensors", options.tensors, "this many tensors of 8x8 instead of big ones");
+  app.add_option("--metadata", options.metadata, "only open the checkpoint in this folder, in one process");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -87,6 +89,22 @@ void raw_read(const fs::path& path, std::vector<char>& bytes) {
     done += static_cast<size_t>(got);
   }
   ::close(file);
+}
+
+double peak_mb() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) / 1e3;
+}
+
+void time_metadata(const std::string& folder) {
+  const double before = peak_mb();
+  const auto start = std::chrono::steady_clock::now();
+  const dcp::Reader reader(folder);
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  std::cout << "{\"bench\": \"metadata\", \"keys\": " << reader.metadata().entries.size()
+            << ", \"ms\": " << seconds.count() * 1e3 << ", \"rss_peak_mb\": " << peak_mb()
+            << ", \"rss_before_mb\": " << before << "}" << std::endl;
 }
 
 double median(std::vector<double> values) {
@@ -165,8 +183,6 @@ class Bench {
     const double total = static_cast<double>(bytes_) * fsdp2::get_world_size();
     const std::pair<const char*, const char*> ratios[] = {
         {"save", "raw_write"}, {"load", "raw_read"}, {"load_fast", "raw_read"}, {"async_block", "raw_copy"}};
-    rusage usage{};
-    ::getrusage(RUSAGE_SELF, &usage);
     std::cout << "{\"bench\": \"dcp\", \"world\": " << fsdp2::get_world_size() << ", \"mb\": " << total / 1e6
               << ", \"tensors\": " << state_.size() << ", \"dir\": \"" << options_.folder << "\", \"ms\": {";
     std::string separator;
@@ -182,7 +198,7 @@ class Bench {
       std::cout << separator << "\"" << above << "/" << below << "\": " << median(values);
       separator = ", ";
     }
-    std::cout << "}, \"rss_peak_mb\": " << static_cast<double>(usage.ru_maxrss) / 1e3 << "}" << std::endl;
+    std::cout << "}, \"rss_peak_mb\": " << peak_mb() << "}" << std::endl;
   }
 
   Options options_;
@@ -199,6 +215,10 @@ class Bench {
 
 int main(int argc, char** argv) {
   const Options options = parse(argc, argv);
+  if (!options.metadata.empty()) {
+    time_metadata(options.metadata);
+    return 0;
+  }
   fsdp2::init_process_group();
   Bench(options).run();
   fsdp2::destroy_process_group();

@@ -6,6 +6,7 @@
 #include <fsdp2/tensor/dtensor.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <tuple>
@@ -21,12 +22,22 @@
 #include "dcp/save_run.h"
 #include "dcp/scalar_types.h"
 #include "dcp/value_rep.h"
+#include "process/collectives.h"
+#include "process/world.h"
 #include "tensor/dtensor_spec.h"
 
 namespace fsdp2::dcp {
 namespace {
 
 using namespace detail;
+
+constexpr size_t kLeastBroadcastBytes = size_t{64} << 10;  // smaller ones are read sooner than sent
+
+/// Whether reading once and sending is worth it: ranks of one host share the pages that the first one read.
+bool wants_broadcast(const LoadOptions& options, const Exchange& exchange) {
+  if (exchange.world_size() == 1) return false;
+  return options.broadcast_replicas.value_or(!fsdp2::detail::require_world("load()").single_host);
+}
 
 /// A tensor of the target and the entry that fills it.
 struct TensorTask {
@@ -72,11 +83,53 @@ class Loader {
     check_unexpected();
   }
 
-  LoadReport fill() {
+  /// One bit for each entry: this rank wants all of it, in memory that a broadcast can fill.
+  std::string whole_targets() const {
+    std::string bits((files_.stored().metadata.entries.size() + 7) / 8, '\0');
+    for (const TensorTask& task : tensors_) {
+      if (can_be_broadcast(task)) bits[task.entry / 8] |= static_cast<char>(1 << (task.entry % 8));
+    }
+    return bits;
+  }
+
+  /// Entries that all ranks want whole, by their `whole_targets()`, are read by one rank each.
+  void share(const std::vector<std::string>& targets) {
+    int next = 0;
+    for (size_t entry = 0; entry < files_.stored().metadata.entries.size(); ++entry) {
+      const bool all = std::all_of(targets.begin(), targets.end(), [&](const std::string& bits) {
+        return !bits.empty() && (bits[entry / 8] >> (entry % 8) & 1) != 0;
+      });
+      if (all) readers_.emplace(entry, next++ % static_cast<int>(targets.size()));
+    }
+  }
+
+  void read() {
     // In the order of the files: one pass over the disk.
     std::sort(tensors_.begin(), tensors_.end(),
               [&](const TensorTask& a, const TensorTask& b) { return first_place(a) < first_place(b); });
-    for (TensorTask& task : tensors_) fill_tensor(task);
+    for (TensorTask& task : tensors_) {
+      if (on_meta(task.value->tensor())) replace(*task.value, fresh_like(task.value->tensor()));
+      const auto reader = readers_.find(task.entry);
+      if (reader == readers_.end() || reader->second == rank_) fill_tensor(task);
+    }
+  }
+
+  /// After all ranks have read what is theirs.
+  void broadcast(const ProcessGroup& group) {
+    std::map<size_t, const TensorTask*> shared;  // the same order on every rank
+    for (const TensorTask& task : tensors_) {
+      if (readers_.count(task.entry)) shared.emplace(task.entry, &task);
+    }
+    for (const auto& [entry, task] : shared) {
+      const fsdp2::detail::BelowDTensor below;
+      at::Tensor data = local_parts(task->value->tensor(), task->fqn)[0].data;
+      fsdp2::detail::broadcast_from(data, readers_.at(entry), fsdp2::detail::group_or_default(group),
+                                    {task->fqn.c_str()})
+          .wait();
+    }
+  }
+
+  LoadReport finish() {
     for (ValueTask& task : values_) replace(*task.target, std::move(task.content));
     if (!options_.allow_partial) absences_.settle();
     for (LoadedObject& object : objects_) object.object->load_state_dict(*object.state);
@@ -199,8 +252,16 @@ class Loader {
     return {places[0].file, places[0].offset};
   }
 
+  bool can_be_broadcast(const TensorTask& task) const {
+    const at::Tensor& tensor = task.value->tensor();
+    if (task.reshaped || tensor.scalar_type() != files_.tensor(task.entry)->dtype) return false;
+    const fsdp2::detail::DTensorSpec* spec = fsdp2::detail::spec_of(tensor);
+    const at::Tensor& data = spec ? spec->local : tensor;
+    return data.sizes() == tensor.sizes() && data.is_contiguous() && !data.is_conj() && !data.is_neg() &&
+           data.nbytes() >= kLeastBroadcastBytes;
+  }
+
   void fill_tensor(TensorTask& task) {
-    if (on_meta(task.value->tensor())) replace(*task.value, fresh_like(task.value->tensor()));
     const std::vector<LocalPart> parts = local_parts(task.value->tensor(), task.fqn);
     if (is_filled(parts)) return;
     const fsdp2::detail::BelowDTensor below;
@@ -247,6 +308,7 @@ class Loader {
   Absences absences_;
   std::vector<LoadedObject> objects_;
   std::vector<TensorTask> tensors_;
+  std::map<size_t, int> readers_;  // of the entries that are read by one rank and broadcast
   std::vector<ValueTask> values_;
   std::set<std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>> filled_;
 };
@@ -263,19 +325,20 @@ LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadO
     return read_metadata_files(*storage, path).encode();
   });
   std::optional<Loader> loader;
-  LoadReport report;
-  exchange.gather("checking a checkpoint", [&] {
+  const std::vector<std::string> targets = exchange.gather("checking a checkpoint", [&] {
     finish_async_save();
     CheckpointFiles files(storage, path, options.verify_checksums, MetadataFiles::decode(metadata));
     loader.emplace(state, std::move(files), options, exchange.rank());
     loader->check();
-    return std::string();
+    return wants_broadcast(options, exchange) ? loader->whole_targets() : std::string();
   });
+  loader->share(targets);
   exchange.gather("reading a checkpoint", [&] {
-    report = loader->fill();
+    loader->read();
     return std::string();
   });
-  return report;
+  loader->broadcast(options.group);
+  return loader->finish();
 }
 
 }  // namespace fsdp2::dcp

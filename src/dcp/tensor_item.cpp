@@ -243,46 +243,65 @@ at::Tensor TensorItem::whole() {
 }
 
 void TensorItem::copy_window(const Chunk& window, const at::Tensor& to) {
-  const auto narrowed = [&](at::Tensor tensor, size_t first_dim) {
-    for (size_t d = first_dim; d < window.sizes.size(); ++d)
-      tensor = tensor.narrow(static_cast<int64_t>(d), window.offsets[d], window.sizes[d]);
-    return tensor;
-  };
   if (!stored_.is_plain()) {
-    to.copy_(narrowed(read_permuted(), 0));
+    at::Tensor part = read_permuted();
+    for (size_t d = 0; d < window.sizes.size(); ++d)
+      part = part.narrow(static_cast<int64_t>(d), window.offsets[d], window.sizes[d]);
+    to.copy_(part);
     return;
   }
   Pass pass(*this);
-  const bool scalar = stored_.sizes.empty();
-  int64_t row_bytes = element_size(stored_.dtype);
-  for (size_t d = 1; d < stored_.sizes.size(); ++d) row_bytes *= stored_.sizes[d];
-  const int64_t rows = scalar ? 1 : window.sizes[0], first = scalar ? 0 : window.offsets[0];
-  const int64_t base = stored_.offset * element_size(stored_.dtype) + first * row_bytes;
-  bool whole_rows = true;
-  for (size_t d = 1; d < window.sizes.size(); ++d) whole_rows &= window.sizes[d] == stored_.sizes[d];
-  const bool direct = whole_rows && to.device().is_cpu() && to.scalar_type() == stored_.dtype && to.is_contiguous() &&
-                      !to.is_conj() && !to.is_neg();
-  if (direct) {
-    if (!to.is_inference()) to.unsafeGetTensorImpl()->bump_version();
-    pass.read(static_cast<uint64_t>(base), to.mutable_data_ptr(), static_cast<uint64_t>(rows * row_bytes));
-  } else {
-    const int64_t slab =
-        std::clamp<int64_t>(kSlabBytes / std::max<int64_t>(row_bytes, 1), 1, std::max<int64_t>(rows, 1));
-    std::vector<int64_t> sizes = stored_.sizes;
-    if (!scalar) sizes[0] = slab;
-    const at::Tensor scratch = at::empty(sizes, at::TensorOptions().dtype(stored_.dtype));
-    for (int64_t row = 0; row < rows; row += slab) {
-      const int64_t count = std::min(slab, rows - row);
-      pass.read(static_cast<uint64_t>(base + row * row_bytes), scratch.mutable_data_ptr(),
-                static_cast<uint64_t>(count * row_bytes));
-      if (scalar) {
-        to.copy_(scratch);
-      } else {
-        to.narrow(0, row, count).copy_(narrowed(scratch.narrow(0, 0, count), 1));
-      }
-    }
-  }
+  copy_rows(pass, window, 0, stored_.offset, to);
   pass.finish();
+}
+
+/// `to` is the window without its first `dim` dimensions, which stand at one index each; `first` is the element there.
+void TensorItem::copy_rows(Pass& pass, const Chunk& window, size_t dim, int64_t first, const at::Tensor& to) {
+  const int64_t element = element_size(stored_.dtype);
+  const auto read = [&](int64_t begin, int64_t count, const at::Tensor& into) {
+    pass.read(static_cast<uint64_t>(begin * element), into.mutable_data_ptr(), static_cast<uint64_t>(count * element));
+  };
+  const auto scratch = [&](std::vector<int64_t> sizes) {
+    return at::empty(sizes, at::TensorOptions().dtype(stored_.dtype));
+  };
+  const size_t dims = window.sizes.size();
+  const bool scalar = dim == dims;
+  int64_t row = 1;  // elements
+  bool whole_rows = true;
+  for (size_t d = dim + 1; d < dims; ++d) {
+    row *= stored_.sizes[d];
+    whole_rows &= window.sizes[d] == stored_.sizes[d];
+  }
+  const int64_t rows = scalar ? 1 : window.sizes[dim];
+  if (!scalar) first += window.offsets[dim] * row;
+  if (whole_rows && to.device().is_cpu() && to.scalar_type() == stored_.dtype && to.is_contiguous() && !to.is_conj() &&
+      !to.is_neg()) {
+    if (!to.is_inference()) to.unsafeGetTensorImpl()->bump_version();
+    return read(first, rows * row, to);
+  }
+  if (scalar) {
+    const at::Tensor one = scratch({});
+    read(first, 1, one);
+    to.copy_(one);
+    return;
+  }
+  if (row * element > kSlabBytes) {  // into the rows
+    for (int64_t i = 0; i < rows; ++i) copy_rows(pass, window, dim + 1, first + i * row, to.select(0, i));
+    return;
+  }
+  const int64_t slab =
+      std::clamp<int64_t>(kSlabBytes / std::max<int64_t>(row * element, 1), 1, std::max<int64_t>(rows, 1));
+  std::vector<int64_t> sizes(stored_.sizes.begin() + static_cast<std::ptrdiff_t>(dim), stored_.sizes.end());
+  sizes[0] = slab;
+  const at::Tensor buffer = scratch(sizes);
+  for (int64_t i = 0; i < rows; i += slab) {
+    const int64_t count = std::min(slab, rows - i);
+    read(first + i * row, count * row, buffer);
+    at::Tensor part = buffer.narrow(0, 0, count);
+    for (size_t d = dim + 1; d < dims; ++d)
+      part = part.narrow(static_cast<int64_t>(d - dim), window.offsets[d], window.sizes[d]);
+    to.narrow(0, i, count).copy_(part);
+  }
 }
 
 }  // namespace fsdp2::dcp::detail

@@ -69,6 +69,7 @@ class TensorItem {
 
  private:
   class Pass;
+  void copy_rows(Pass& pass, const Chunk& window, size_t dim, int64_t first, const at::Tensor& to);
   at::Tensor read_permuted();
 
   bool checked_ = false;

@@ -178,6 +178,42 @@ TEST(SaveOptions, InMemory) {
   EXPECT_FALSE(fs::exists("run"));
 }
 
+// What every rank wants whole is read by one of them.
+TEST(SaveOptions, ReplicasAreReadOnceAndBroadcast) {
+  const TempDir folder;
+  ASSERT_TRUE(run_ranks(3, [&](int rank) {
+    const DeviceMesh mesh = init_device_mesh(c10::kCPU, {3});
+    const torch::Tensor big = torch::arange(90000, torch::kFloat).reshape({300, 300});
+    const auto state_with = [&](const torch::Tensor& values) {
+      dcp::StateDict state;
+      for (const char* key : {"a", "b", "c"}) state[key] = values.clone();
+      state["replicated"] = distribute_tensor(values, mesh, {Replicate{}}).tensor();
+      state["sharded"] = distribute_tensor(values, mesh, {Shard{0}}).tensor();
+      state["cast"] = values.to(rank == 1 ? torch::kDouble : torch::kFloat);  // not alike on all ranks
+      state["small"] = torch::ones({2});
+      return state;
+    };
+    dcp::StateDict saved = state_with(big);
+    saved["cast"] = big;
+    dcp::save(saved, folder.path() + "/ckpt", {.file_per_item = true});
+    for (const bool broadcast : {true, false}) {
+      std::set<std::string> opened;
+      const auto storage = std::make_shared<HookedStorage>([&](const std::string& operation, const std::string& name) {
+        if (operation == "read" && fs::file_size(name) > 100000) opened.insert(name);
+      });
+      dcp::StateDict target = state_with(torch::zeros_like(big));
+      dcp::load(target, folder.path() + "/ckpt", {.broadcast_replicas = broadcast, .storage = storage});
+      for (const char* key : {"a", "b", "c"}) EXPECT_TRUE(target.at(key).tensor().equal(big)) << key;
+      EXPECT_TRUE(same(target.at("replicated"), saved.at("replicated"), "replicated"));
+      EXPECT_TRUE(same(target.at("sharded"), saved.at("sharded"), "sharded"));
+      EXPECT_TRUE(target.at("cast").tensor().to(torch::kFloat).equal(big));
+      // Four that all want whole, dealt over three ranks; "cast" and this rank's third of "sharded" besides.
+      const size_t whole = broadcast ? (rank == 0 ? 2 : 1) : 4;
+      EXPECT_EQ(opened.size(), whole + 2) << rank;
+    }
+  }));
+}
+
 TEST(SaveOptions, AFolderThatRanksDoNotShareIsSaid) {
   const TempDir folder;
   ASSERT_TRUE(run_ranks(2, [&](int rank) {
