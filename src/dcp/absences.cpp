@@ -14,9 +14,14 @@ std::string some_of(const std::vector<std::string>& names) {
   return text;
 }
 
+Absences::Dict& Absences::dict_of(const Leaf& leaf) {
+  if (dicts_.empty() || dicts_.back().dict != leaf.dict) dicts_.push_back({leaf.dict, {}, {}});
+  return dicts_.back();
+}
+
 void Absences::add_found(const Leaf& leaf) {
   if (leaf.absent != Absent::kAllOrNone) return;
-  std::string& first = dicts_[leaf.dict].found;
+  std::string& first = dict_of(leaf).found;
   if (first.empty()) first = leaf.fqn;
 }
 
@@ -24,12 +29,12 @@ void Absences::add_missing(const Leaf& leaf) {
   if (leaf.absent == Absent::kError) errors_.push_back(leaf.fqn);
   if (leaf.absent == Absent::kDropEach) dropped_.push_back(leaf);
   if (leaf.absent != Absent::kAllOrNone) return;
-  std::string& first = dicts_[leaf.dict].missing;
+  std::string& first = dict_of(leaf).missing;
   if (first.empty()) first = leaf.fqn;
 }
 
 void Absences::check(const std::string& folder, const std::function<bool(const std::string&)>& saved_by_rank) const {
-  for (const auto& [dict, keys] : dicts_) {
+  for (const Dict& keys : dicts_) {
     FSDP2_CHECK(keys.found.empty() || keys.missing.empty(), kNotFound, "[dcp] the checkpoint ", folder, " has ",
                 keys.found, " but not ", keys.missing,
                 ": a part of the state of one parameter cannot be loaded; save it anew, use an optimizer with the same "
@@ -45,10 +50,10 @@ void Absences::check(const std::string& folder, const std::function<bool(const s
 void Absences::settle() {
   size_t emptied = 0;
   std::string example;
-  for (const auto& [dict, keys] : dicts_) {
+  for (const Dict& keys : dicts_) {
     if (keys.missing.empty()) continue;
     if (emptied++ == 0) example = keys.missing;
-    *dict = StateDict();
+    *keys.dict = StateDict();
   }
   if (emptied > 0)
     FSDP2_LOG_WARN("[dcp] the checkpoint has no state of ", emptied, " parameters, e.g. no ", example,

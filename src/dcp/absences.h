@@ -3,7 +3,6 @@
 // Keys that a checkpoint lacks: which of them matter.
 
 #include <functional>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -27,11 +26,15 @@ class Absences {
 
  private:
   struct Dict {
+    StateDict* dict;
     std::string found, missing;  // the first key of each kind
   };
+  /// The entry of a leaf's dict; leaves of one dict come one after the other.
+  Dict& dict_of(const Leaf& leaf);
+
   std::vector<std::string> errors_;
   std::vector<Leaf> dropped_;
-  std::map<StateDict*, Dict> dicts_;  // those that say kAllOrNone
+  std::vector<Dict> dicts_;  // those that say kAllOrNone
 };
 
 }  // namespace fsdp2::dcp::detail

@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "dcp/item.h"
+#include "dcp/named_errors.h"
 #include "dcp/scalar_types.h"
 #include "dcp/tensor_item.h"
 #include "dcp/value_rep.h"
@@ -169,7 +170,7 @@ Value read_value_item(const ByteRange& bytes, bool verify) {
   try {
     const Graph graph = pickle::read(content, bytes.what(), {.allow_persistent = true});
     TensorReader tensors(archive, graph);
-    return ValueBuilder(graph, tensors).build(graph.root());
+    return naming(bytes.what(), [&] { return ValueBuilder(graph, tensors).build(graph.root()); });
   } catch (const NotPlainData&) {
   } catch (const Error& error) {
     // A getter of Value met something else than the plain form: not plain data either.

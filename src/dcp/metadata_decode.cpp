@@ -6,6 +6,7 @@
 
 #include "dcp/geometry.h"
 #include "dcp/metadata_names.h"
+#include "dcp/named_errors.h"
 #include "dcp/scalar_types.h"
 #include "dcp/stored_metadata.h"
 #include "pickle/reader.h"
@@ -339,13 +340,7 @@ class Decoder {
 
 StoredMetadata decode_metadata(std::string_view pickle, const std::string& what) {
   const Graph graph = pickle::read(pickle, what, {.allow_global = allow_global});
-  try {
-    return Decoder(graph, what, pickle.size()).run();
-  } catch (const Error& error) {
-    const std::string text = error.what_without_backtrace();
-    if (text.find(what) != std::string::npos) throw;
-    FSDP2_THROW(kCorruption, "[dcp] ", what, ": ", text);
-  }
+  return naming(what, [&] { return Decoder(graph, what, pickle.size()).run(); });
 }
 
 }  // namespace fsdp2::dcp::detail

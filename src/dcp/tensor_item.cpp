@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "dcp/geometry.h"
+#include "dcp/named_errors.h"
 #include "dcp/scalar_types.h"
 #include "pickle/reader.h"
 
@@ -210,7 +211,7 @@ TensorItem::TensorItem(ByteRange bytes, bool verify, at::ScalarType dtype, std::
   FSDP2_CHECK(is_tensor(graph, graph.root()), kCorruption, "[dcp] ", what,
               ": the metadata say tensor, the item holds a ", to_string(graph.type(graph.root())),
               " (quantized and other special tensors are not read)");
-  stored_ = TensorReader(*archive_, graph).describe(graph.root());
+  stored_ = naming(what, [&] { return TensorReader(*archive_, graph).describe(graph.root()); });
   FSDP2_CHECK(stored_.dtype == dtype, kCorruption, "[dcp] ", what, ": damaged tensor: its dtype is ",
               dtype_name(stored_.dtype), ", the metadata say ", dtype_name(dtype));
   FSDP2_CHECK(stored_.sizes == sizes, kCorruption, "[dcp] ", what, ": damaged tensor: it has the shape ",

@@ -3,7 +3,10 @@
 #include <ATen/Functions.h>
 #include <fsdp2/error.h>
 
+#include <algorithm>
+
 #include "dcp/local_parts.h"
+#include "dcp/staging_buffer.h"
 #include "process/collectives.h"
 
 namespace fsdp2::dcp::detail {
@@ -86,13 +89,21 @@ void ValueSource::deliver() {
   }
   const bool sends = exchange_->rank() == 0;
   const c10::Device device = wire_device(group_);
+  StagingBuffer staging;
+  int64_t largest = 0;
+  for (size_t i = 0; i < stand_ins_.size(); ++i) {
+    if (needed_[i]) largest = std::max(largest, static_cast<int64_t>(stand_ins_[i].nbytes()));
+  }
+  if (!sends) staging.reserve(largest, device);
   for (size_t i = 0; i < stand_ins_.size(); ++i) {
     if (!needed_[i]) continue;
     const at::Tensor& like = stand_ins_[i];
-    at::Tensor value = sends ? real_[i].detach().resolve_conj().resolve_neg().to(device).contiguous()
-                             : at::empty(like.sizes(), like.options().device(device));
+    const bool as_it_is =
+        sends && real_[i].is_contiguous() && real_[i].device() == device && !real_[i].is_conj() && !real_[i].is_neg();
+    at::Tensor value = as_it_is ? real_[i].detach() : staging.get(like.sizes(), like.scalar_type(), device);
+    if (sends && !as_it_is) value.copy_(real_[i]);
     fsdp2::detail::broadcast_from(value, 0, group_, {"a tensor of a state dict"}).wait();
-    for (const PutTensor* put : places[like.unsafeGetTensorImpl()]) (*put)(value, !sends);
+    for (const PutTensor* put : places[like.unsafeGetTensorImpl()]) (*put)(value, /*own=*/false);
   }
 }
 

@@ -10,6 +10,7 @@
 
 #include "dcp/exchange.h"
 #include "dcp/local_parts.h"
+#include "dcp/staging_buffer.h"
 #include "dcp/value_rep.h"
 #include "process/collectives.h"
 #include "process/world.h"
@@ -163,7 +164,7 @@ class Gatherer {
   explicit Gatherer(int64_t root) : root_(root) {}
 
   /// Undefined on ranks that do not get it. Collective over the ranks that are needed.
-  at::Tensor whole(const at::Tensor& tensor, const std::string& name) const {
+  at::Tensor whole(const at::Tensor& tensor, const std::string& name) {
     const BelowDTensor below;
     const DTensorSpec& spec = *spec_of(tensor);
     const DTensorLayout& layout = *spec.layout;
@@ -222,9 +223,8 @@ class Gatherer {
   }
 
   /// Beyond the result, one part at a time.
-  static at::Tensor part_by_part(const at::Tensor& tensor, const std::vector<int64_t>& axes,
-                                 const std::vector<int64_t>& mine, bool keep, c10::Device device,
-                                 const std::string& name) {
+  at::Tensor part_by_part(const at::Tensor& tensor, const std::vector<int64_t>& axes, const std::vector<int64_t>& mine,
+                          bool keep, c10::Device device, const std::string& name) {
     const DTensorSpec& spec = *spec_of(tensor);
     const auto owners = fsdp2::detail::coordinates_over_axes(spec.mesh, axes);
     std::vector<int> ranks;
@@ -247,7 +247,7 @@ class Gatherer {
         for (int64_t d = 0; keep && d < tensor.dim(); ++d) place = place.narrow(d, box.offsets[d], box.sizes[d]);
         const bool direct = keep && place.is_contiguous() && place.device() == wire;
         const bool is_mine = owners[i] == mine;
-        at::Tensor buffer = direct ? place : at::empty(box.sizes, options.device(wire));
+        at::Tensor buffer = direct ? place : staging_.get(box.sizes, tensor.scalar_type(), wire);
         if (is_mine) buffer.copy_(own[next++].data);
         fsdp2::detail::broadcast_from(buffer, root, group, {name.c_str()}).wait();
         if (keep && !direct) place.copy_(buffer);
@@ -263,6 +263,7 @@ class Gatherer {
   }
 
   int64_t root_;
+  StagingBuffer staging_;
 };
 
 void offload(Value& state) {
@@ -297,7 +298,7 @@ StateDict in_requested_form(const StateDictOptions& options, const std::function
 
   const bool rank0_only = options.cpu_offload && exchange.world_size() > 1;
   // Without other ranks, all is rank 0.
-  const Gatherer gatherer(rank0_only ? get_process_group_ranks(options.group)[0] : -1);
+  Gatherer gatherer(rank0_only ? get_process_group_ranks(options.group)[0] : -1);
   each_tensor(state, "", [&](const std::string& name, Value& value) {
     const at::Tensor tensor = value.tensor();
     if (!fsdp2::detail::is_marked(tensor)) return;

@@ -29,7 +29,7 @@ dcp::StateDict deep_copy(const dcp::StateDict& state) {
 TEST(Broadcast, EveryLayoutOnOneToFourRanks) {
   for (const int world : {1, 2, 3, 4}) {
     ASSERT_TRUE(run_ranks(world, [&](int rank) {
-      for (const Layout layout : {Layout::kPlain, Layout::kSharded, Layout::kHybrid, Layout::kColumns}) {
+      for (const Layout layout : kLayouts) {
         for (const bool on_meta : {false, true}) {
           RuleTraining run(layout, RuleTraining::Fresh{on_meta});
           set_state_dict(run.net, *run.optimizer, on_rank0(rank, rule_model()), on_rank0(rank, rule_optimizer()),

@@ -17,7 +17,7 @@ constexpr int64_t kMiB = 1 << 20;
 TEST(FullStateDict, WholeTensorsOnAllRanksForEveryLayout) {
   for (const int world : {1, 2, 3, 4}) {
     ASSERT_TRUE(run_ranks(world, [&](int) {
-      for (const Layout layout : {Layout::kPlain, Layout::kSharded, Layout::kHybrid, Layout::kColumns}) {
+      for (const Layout layout : kLayouts) {
         RuleTraining run(layout);
         const auto [model, optim] = get_state_dict(run.net, *run.optimizer, {.full_state_dict = true});
         const dcp::StateDict expected = rule_optimizer();
@@ -43,7 +43,8 @@ TEST(FullStateDict, WholeTensorsOnAllRanksForEveryLayout) {
 }
 
 RANKS_TEST(FullStateDict, WithCpuOffloadOnlyRankZeroHasEntries, 4) {
-  for (const Layout layout : {Layout::kSharded, Layout::kHybrid, Layout::kColumns}) {
+  for (const Layout layout : kLayouts) {
+    if (layout == Layout::kPlain) continue;
     RuleTraining run(layout);
     const StateDictOptions options{.full_state_dict = true, .cpu_offload = true};
     const auto [model, optim] = get_state_dict(run.net, *run.optimizer, options);

@@ -29,10 +29,12 @@ struct StateNetImpl : torch::nn::Module {
 };
 FSDP2_MODULE(StateNet);
 
-/// How a model lies on the ranks.
-enum class Layout { kPlain, kSharded, kHybrid, kColumns };
+/// How a model lies on the ranks. kHybrid: two replicas of half as many shards where the number is even. kColumns: FSDP
+/// over columns where they can be cut. kGrid: a mesh with two axes, weights cut by both where the number is even.
+enum class Layout { kPlain, kSharded, kHybrid, kColumns, kGrid, kOffloaded };
+inline constexpr Layout kLayouts[] = {Layout::kPlain,   Layout::kSharded, Layout::kHybrid,
+                                      Layout::kColumns, Layout::kGrid,    Layout::kOffloaded};
 
-/// kHybrid: two replicas of half as many shards (1 x 1 on one rank). kColumns: FSDP over columns where there are any.
 inline void shard(StateNet& net, Layout layout) {
   const int64_t world = layout == Layout::kPlain ? 1 : get_world_size();
   FullyShardOptions options;
@@ -46,6 +48,17 @@ inline void shard(StateNet& net, Layout layout) {
       return ShardPlacement{Shard{1}, std::nullopt};
     };
   }
+  if (layout == Layout::kGrid) {
+    const int64_t tensor = world % 2 == 0 ? 2 : 1;
+    const DeviceMesh mesh = init_device_mesh(c10::kCPU, {world / tensor, tensor}, {"dp", "tp"});
+    for (const std::string fqn : {"one_row", "frozen", "up.weight", "up.bias", "down.weight"}) {
+      const bool is_weight = fqn.ends_with("weight");
+      distribute_parameter(net, fqn, mesh, {Replicate{}, is_weight ? Placement(Shard{1}) : Placement(Replicate{})});
+    }
+    options.mesh = mesh;
+    options.dp_mesh_dims = DataParallelMeshDims{.shard = {"dp"}, .replicate = {}};
+  }
+  if (layout == Layout::kOffloaded) options.offload_policy = CPUOffloadPolicy{};
   if (layout == Layout::kPlain) return;
   fully_shard(net->up, options);
   fully_shard(net, options);

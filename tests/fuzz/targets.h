@@ -1,11 +1,12 @@
 #pragma once
 
-// What reads files of strangers, as functions of some bytes: for libFuzzer and for the replay of its corpus. Each returns
-// normally or throws fsdp2::Error; anything else is a fault.
+// What reads files of strangers, as functions of some bytes: for libFuzzer and for the replay of its corpus. Each
+// returns normally or throws fsdp2::Error; anything else is a fault.
 
 #include <fsdp2/error.h>
 
 #include <array>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 

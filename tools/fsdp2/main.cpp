@@ -28,6 +28,7 @@ int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape): setting
     if (argc > 1 && argv[1][0] != '-' && std::string(argv[1]) != "run" && std::string(argv[1]) != "checkpoint") {
       FSDP2_THROW(kInvalidArgument, "unknown subcommand ", argv[1], "; there are: run, checkpoint. See fsdp2 --help");
     }
+    if (argc > 2 && std::string(argv[1]) == "checkpoint" && argv[2][0] != '-') checkpoint.check_name(argv[2]);
     program.parse(argc, argv);
     if (checkpoint.chosen()) return checkpoint.run();
     return fsdp2::tool::run(run.finish(), argv);

@@ -19,6 +19,15 @@ CheckpointCommand::CheckpointCommand(CLI::App& program) {
   for (const auto add : {add_inspect, add_verify, add_convert, add_reshard}) subcommands_.push_back(add(*app_));
 }
 
+void CheckpointCommand::check_name(const std::string& name) const {
+  std::string all;
+  for (const Subcommand& subcommand : subcommands_) {
+    if (subcommand.app->get_name() == name) return;
+    all += (all.empty() ? "" : ", ") + subcommand.app->get_name();
+  }
+  FSDP2_THROW(kInvalidArgument, "there is no 'checkpoint ", name, "'; there are: ", all);
+}
+
 int CheckpointCommand::run() const {
   for (const Subcommand& subcommand : subcommands_) {
     if (subcommand.app->parsed()) return subcommand.run();

@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 
 #include <functional>
+#include <string>
 #include <vector>
 
 namespace fsdp2::tool {
@@ -14,6 +15,8 @@ class CheckpointCommand {
  public:
   explicit CheckpointCommand(CLI::App& program);
   bool chosen() const { return app_->parsed(); }
+  /// kInvalidArgument unless there is a subcommand of that name.
+  void check_name(const std::string& name) const;
   /// After CLI11 has parsed: the exit code. Throws fsdp2::Error.
   int run() const;
 

@@ -5,6 +5,7 @@
 
 #include "checkpoint/command.h"
 #include "checkpoint/json.h"
+#include "checkpoint/progress.h"
 #include "checkpoint/text.h"
 
 namespace fsdp2::tool {
@@ -53,7 +54,12 @@ CheckpointCommand::Subcommand add_verify(CLI::App& parent) {
   app->add_option("PATH", options->path, "a checkpoint folder")->required();
   app->add_flag("--json", options->json, "print JSON");
   return {app, [options] {
-            const dcp::VerifyReport report = dcp::verify(options->path);
+            dcp::VerifyReport report;
+            {
+              Progress progress;
+              report = dcp::verify(options->path, {},
+                                   [&](uint64_t done, uint64_t total) { progress.update("reading", done, total); });
+            }
             options->json ? show_json(*options, report) : show_text(*options, report);
             return report.ok() ? 0 : 1;
           }};
