@@ -95,7 +95,10 @@ class Converter final : public ConvertInput {
 
   void stream(size_t tensor, const Chunk& box, const Consume& consume) override {
     Digest digest;
-    for_each_piece(box, element_size(tensor), kPieceBytes, [&](const Chunk& piece) {
+    // A cast looks at its elements as doubles.
+    const bool cast = source_.items()[plan_.tensors[tensor].item].tensor->dtype != plan_.tensors[tensor].dtype;
+    const int64_t element = cast ? static_cast<int64_t>(sizeof(double)) : element_size(tensor);
+    for_each_piece(box, element, kPieceBytes, [&](const Chunk& piece) {
       const at::Tensor data = converted(tensor, piece);
       digest.add(data.const_data_ptr(), data.nbytes());
       consume(data.const_data_ptr(), data.nbytes());

@@ -12,9 +12,9 @@
 #include "dcp/file_writer.h"
 #include "dcp/geometry.h"
 #include "dcp/item.h"
+#include "dcp/metadata_files.h"
 #include "dcp/safetensors.h"
 #include "dcp/safetensors_folder.h"
-#include "dcp/metadata_files.h"
 
 namespace fsdp2::dcp::detail {
 namespace {
@@ -65,7 +65,11 @@ class DcpOutput {
       Chunk chunk = rows_of_rank(tensor.sizes, rank, ranks);
       const bool empty = checked_numel(chunk.sizes) == 0;
       if (empty && (rank > 0 || checked_numel(tensor.sizes) != 0)) continue;
-      item(file, name, plan_.values.size() + i, [&] { write_tensor_item(file, input_.read(i, chunk)); });
+      item(file, name, plan_.values.size() + i, [&] {
+        TensorItemWriter writer(file, tensor.dtype, chunk.sizes);
+        input_.stream(i, chunk, [&](const void* data, size_t size) { writer.write(data, size); });
+        writer.finish();
+      });
       std::get<TensorEntry>(stored_.metadata.entries[plan_.values.size() + i].second)
           .chunks.push_back(std::move(chunk));
     }

@@ -69,19 +69,16 @@ Graph::Name Graph::global(Ref ref) const {
   const Node node = expect(ref, Type::kGlobal);
   return {text(node.first), text(node.second)};
 }
-Graph::Name Graph::callee(Ref ref) const {
+const Graph::Node& Graph::call_or_record(Ref ref) const {
   if (type(ref) != Type::kCall && type(ref) != Type::kRecord) expect(ref, Type::kRecord);
-  const Ref callee = nodes_[ref].extra;
+  return nodes_[ref];
+}
+Graph::Name Graph::callee(Ref ref) const {
+  const Ref callee = call_or_record(ref).extra;
   return type(callee) == Type::kGlobal ? global(callee) : Name{};
 }
-Ref Graph::arguments(Ref ref) const {
-  callee(ref);  // checks
-  return nodes_[ref].first;
-}
-Ref Graph::state(Ref ref) const {
-  callee(ref);  // checks
-  return nodes_[ref].second;
-}
+Ref Graph::arguments(Ref ref) const { return call_or_record(ref).first; }
+Ref Graph::state(Ref ref) const { return call_or_record(ref).second; }
 Ref Graph::persistent_id(Ref ref) const { return expect(ref, Type::kPersistent).first; }
 
 }  // namespace fsdp2::pickle

@@ -92,6 +92,7 @@ class Graph {
   static constexpr size_t kMaxNodes = (size_t{1} << 27) - 1;
 
   Node expect(Ref ref, Type type) const;
+  const Node& call_or_record(Ref ref) const;
 
   Ref root_ = 0;
   std::string_view input_;
