@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every fuzzer for some seconds, one after the other, on a copy of its corpus: fuzz.sh [seconds [target...]]
-# Needs clang-16 and libclang-rt-16-dev. What finds new code is left in build/fuzz/corpus, what fails in build/fuzz/faults; such an input belongs into
-# tests/fuzz/corpus/<target>, where a test replays it.
+# Needs clang-16 and libclang-rt-16-dev. What finds new code is left in build/fuzz/corpus, what fails in
+# build/fuzz/faults; such an input belongs into tests/fuzz/corpus/<target>, where a test replays it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
