@@ -75,6 +75,6 @@ void for_each_piece(const Chunk& box, int64_t element_size, int64_t max_bytes, c
 inline Chunk whole_box(const std::vector<int64_t>& sizes) { return {std::vector<int64_t>(sizes.size(), 0), sizes}; }
 
 /// What a conversion holds at a time.
-inline constexpr int64_t kPieceBytes = int64_t{4} << 20;
+inline constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 }  // namespace fsdp2::dcp::detail
