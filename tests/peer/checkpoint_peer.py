@@ -45,7 +45,8 @@ def weights():
 def state():
     return {
         "model": weights(),
-        "optim": {"step": torch.tensor(12.0), "groups": [{"lr": 0.25, "betas": (0.9, 0.999), "params": ["embed.weight"]}]},
+        "optim": {"step": torch.tensor(12.0),
+                  "groups": [{"lr": 0.25, "betas": (0.9, 0.999), "params": ["embed.weight"]}]},
         "step": 7,
         "text": "grüße",
     }
@@ -56,7 +57,8 @@ def flat(nested, path=""):
     result = {}
     for key, value in items:
         name = f"{path}.{key}" if path else str(key)
-        enter = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(x, (dict, torch.Tensor)) for x in value))
+        entered = isinstance(value, list) and any(isinstance(x, (dict, torch.Tensor)) for x in value)
+        enter = isinstance(value, dict) or entered
         result.update(flat(value, name) if enter else {name: value})
     return result
 
@@ -117,7 +119,8 @@ def make(folder, rank):
         if key in ("embed.weight", "layers.0.weight", "layers.1.weight", "ids") else value
         for key, value in whole["model"].items()})
     dcp.save(sharded, checkpoint_id=f"{folder}/py")
-    shards = {key: distribute_tensor(value.contiguous(), mesh, [Shard(0)]) for key, value in weights().items() if value.dim() == 2}
+    shards = {key: distribute_tensor(value.contiguous(), mesh, [Shard(0)])
+              for key, value in weights().items() if value.dim() == 2}
     dcp.save(shards, storage_writer=HuggingFaceStorageWriter(f"{folder}/hf_shards", save_distributed=True))
     if rank == 0:
         tied = {key: value.contiguous() for key, value in weights().items() if key != "lm_head.weight"}
@@ -146,7 +149,8 @@ def check(folder):
     same(load_file(f"{folder}/one.safetensors"), {f"model.{key}": value for key, value in plain.items()}, "one")
     same_dcp(f"{folder}/r3", whole)
     chunks = FileSystemReader(f"{folder}/r3").read_metadata().state_dict_metadata["model.embed.weight"].chunks
-    assert [(list(c.offsets), list(c.sizes)) for c in chunks] == [([0, 0], [3, 4]), ([3, 0], [3, 4]), ([6, 0], [1, 4])], chunks
+    boxes = [(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]
+    assert boxes == [([0, 0], [3, 4]), ([3, 0], [3, 4]), ([6, 0], [1, 4])], boxes
     assert sorted(os.listdir(f"{folder}/r3"))[-3:] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
     same_dcp(f"{folder}/from_hf", {f"model.{key}": value for key, value in plain.items()})
     same_dcp(f"{folder}/from_shards", {key: value for key, value in plain.items() if value.dim() == 2})

@@ -1,7 +1,8 @@
 #pragma once
 
 // What is in a checkpoint, and turning one format into another: DCP folders, safetensors (HuggingFace folders and
-// single files), files of torch.save. Nothing here is collective. Python twin: torch.distributed.checkpoint.format_utils.
+// single files), files of torch.save. Nothing here is collective. Python twin:
+// torch.distributed.checkpoint.format_utils.
 
 #include <c10/core/ScalarType.h>
 
