@@ -11,9 +11,9 @@ BUILD := build/$(PRESET)
 help:
 	@echo 'make demo                     train, checkpoint and resume a small Llama on 2, 4 and 1 processes'
 	@echo 'make test [ARGS="-L fast"]    build and run the tests; ARGS go to ctest'
-	@echo 'make build                    library, program, examples, tests in $(BUILD) (PRESET=dev, asan)'
+	@echo 'make build                    library, program, examples, tests in $(BUILD) (PRESET=dev, asan, ubsan)'
 	@echo 'make install PREFIX=/usr/local'
-	@echo 'make bench                    run the benchmarks'
+	@echo 'make bench [ARGS=--mb=256]    time checkpoints beside Python and raw files'
 	@echo 'make format | lint            clang-format, clang-tidy'
 	@echo 'make timings                  measure the build: from nothing, no change, one file'
 	@echo 'make mutants                  put known faults in and see their tests fail'
