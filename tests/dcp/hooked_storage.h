@@ -38,6 +38,7 @@ class HookedStorage final : public dcp::Storage {
     hook_("committed", target.string());
   }
   void clean(const std::string& place, int rank, int world_size) noexcept override {
+    hook_("clean", place);
     inner_->clean(place, rank, world_size);
   }
   void discard(const std::string& place) noexcept override { inner_->discard(place); }

@@ -50,7 +50,6 @@ struct Outcome {
 Outcome save_and_kill(const fs::path& run, int victim, bool existing,
                       const std::function<std::shared_ptr<dcp::Storage>()>& start) {
   const ::testing::AssertionResult result = run_ranks(2, [&](int rank) {
-    std::signal(SIGPIPE, SIG_IGN);  // Gloo writes to the sockets of a dead rank
     const StateDict state = state_of(20, init_device_mesh(c10::kCPU, {2}));
     dcp::CheckpointManagerOptions options{.keep_last = 0, .save = {.overwrite = existing}};
     if (rank == victim) options.save.storage = start();
