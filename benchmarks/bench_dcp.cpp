@@ -2,8 +2,9 @@
 // Python twin, peer_dcp.py, which takes the same options and prints the same keys.
 //
 // Each round, all ranks at once, the time of the slowest rank:
-//   raw_write   one file per rank: write in pieces of 64 MiB, fsync       save        dcp::save over the last checkpoint
-//   raw_read    the same file into a warm buffer, from the page cache      load        dcp::load in place, checksums compared
+//   raw_write   one file per rank: write in pieces of 64 MiB, fsync       save        dcp::save over the last
+//   checkpoint raw_read    the same file into a warm buffer, from the page cache      load        dcp::load in place,
+//   checksums compared
 //                                                                          load_fast   the same without comparing
 //   raw_copy    memcpy of the rank's tensors to a warm buffer              async_block until async_save returns
 //                                                                          async_total until its future is done
@@ -147,8 +148,8 @@ class Bench {
     fsdp2::barrier();
     const auto start = std::chrono::steady_clock::now();
     work();
-    torch::Tensor seconds = torch::tensor({std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()},
-                                          torch::kDouble);
+    torch::Tensor seconds = torch::tensor(
+        {std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()}, torch::kDouble);
     fsdp2::all_reduce(seconds, fsdp2::ReduceOp::MAX);
     return seconds.item<double>();
   }
@@ -172,8 +173,8 @@ class Bench {
     const auto start = std::chrono::steady_clock::now();
     note("async_block", [&] { future = dcp::async_save(state_, path("async"), {.overwrite = true}); });
     future.wait();
-    torch::Tensor total = torch::tensor({std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()},
-                                        torch::kDouble);
+    torch::Tensor total = torch::tensor(
+        {std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()}, torch::kDouble);
     fsdp2::all_reduce(total, fsdp2::ReduceOp::MAX);
     times_["async_total"].push_back(total.item<double>());
   }

@@ -66,8 +66,8 @@ def main():
         everything.append({"dir": folder, "world": world, "options": extra, "ours": ours, "python": theirs})
         return ours, theirs
 
-    print("| where | ranks | save / raw | load / raw | load / raw, unchecked | async block / memcpy | Python's the same |"
-          " save: Python / ours | load: Python / ours |")
+    print("| where | ranks | save / raw | load / raw | load / raw, unchecked | async block / memcpy |"
+          " Python's the same | save: Python / ours | load: Python / ours |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for folder in args.dirs.split(","):
         for world in map(int, args.worlds.split(",")):

@@ -30,25 +30,34 @@ std::shared_ptr<Storage> or_local(const std::shared_ptr<Storage>& storage) {
 
 CheckpointFiles::CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify,
                                  const MetadataFiles& metadata)
-    : storage_(std::move(storage)),
-      folder_(std::move(folder)),
-      verify_(verify),
-      stored_(decode_metadata(metadata, folder_)) {
-  if (verify_ && metadata.checksums && !stored_.foreign) read_checksums(metadata);
+    : storage_(std::move(storage)), folder_(std::move(folder)), verify_(verify) {
+  const bool compare = verify_ && metadata.checksums.has_value();
+  try {
+    stored_ = decode_metadata(metadata, folder_);
+  } catch (const Error& error) {
+    // Damage can look like anything, e.g. like a class that is not known.
+    if (compare && !checksums_match(metadata)) {
+      FSDP2_THROW(kCorruption, error.what_without_backtrace(), "; the file also has another checksum than ",
+                  kChecksumsName, " says: it was changed after saving");
+    }
+    throw;
+  }
+  FSDP2_CHECK(!compare || stored_.foreign || checksums_match(metadata), kCorruption, "[dcp] the metadata in ",
+              folder_.string(), " have another checksum than ", kChecksumsName,
+              " says; one of the two was changed after saving");
 }
 
 CheckpointFiles::CheckpointFiles(std::shared_ptr<Storage> storage, std::filesystem::path folder, bool verify)
     : CheckpointFiles(or_local(storage), folder, verify, read_metadata_files(*or_local(storage), folder)) {}
 
-void CheckpointFiles::read_checksums(const MetadataFiles& metadata) {
+/// Reads `.checksums` and compares those of the metadata.
+bool CheckpointFiles::checksums_match(const MetadataFiles& metadata) {
   checksums_.emplace(Checksums::decode(*metadata.checksums, (folder_ / kChecksumsName).string()));
-  for (const auto& [name, content] : metadata.metadata) {
-    const std::vector<uint32_t> found = block_checksums(content);
-    const auto recorded = checksums_->find(name, 0, content.size());
-    FSDP2_CHECK(std::equal(found.begin(), found.end(), recorded.begin(), recorded.end()), kCorruption, "[dcp] ",
-                (folder_ / name).string(), " has another checksum than ", kChecksumsName,
-                " says; one of the two files was changed after saving");
-  }
+  return std::all_of(metadata.metadata.begin(), metadata.metadata.end(), [&](const auto& file) {
+    const std::vector<uint32_t> found = block_checksums(file.second);
+    const auto recorded = checksums_->find(file.first, 0, file.second.size());
+    return std::equal(found.begin(), found.end(), recorded.begin(), recorded.end());
+  });
 }
 
 const ItemLocation& CheckpointFiles::location(size_t entry, size_t part) const {

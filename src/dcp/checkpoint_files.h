@@ -66,7 +66,7 @@ class CheckpointFiles {
   ByteRange item(size_t entry, size_t part);
   bool is_in_blob(size_t entry, size_t part);
   TensorItem open_in_blob(size_t entry, size_t chunk);
-  void read_checksums(const MetadataFiles& metadata);
+  bool checksums_match(const MetadataFiles& metadata);
 
   std::shared_ptr<Storage> storage_;
   std::filesystem::path folder_;

@@ -60,10 +60,11 @@ std::vector<MisplacedParameter> misplaced_parameters(const std::vector<std::shar
 
 void check_parameters_taken(const torch::nn::Module& root) {
   visit_uses(root, "", {}, [&](const Use& use) {
-    FSDP2_CHECK(!use.owner || contains(use.around, use.owner.state), kUsage, "[fsdp] parameter ", use.fqn, " of ",
-                root.name(), " is tied to parameter ", use.owner.fqn(), " of ", use.owner.state->label(),
-                ", and no fully_shard call covers all its users, so it would not be whole here; call fully_shard also on "
-                "a module that contains all of them, or once on the list of them, fully_shard({a, b})");
+    FSDP2_CHECK(
+        !use.owner || contains(use.around, use.owner.state), kUsage, "[fsdp] parameter ", use.fqn, " of ", root.name(),
+        " is tied to parameter ", use.owner.fqn(), " of ", use.owner.state->label(),
+        ", and no fully_shard call covers all its users, so it would not be whole here; call fully_shard also on "
+        "a module that contains all of them, or once on the list of them, fully_shard({a, b})");
     const bool needs_owner = use.param.requires_grad() && !is_marked(use.param) && !is_ignored_param(use.param);
     FSDP2_CHECK(use.owner || !needs_owner, kUsage, "[fsdp] parameter ", use.fqn, " of ", root.name(),
                 " was registered after fully_shard, so nothing would reduce its gradient; call fully_shard when the "

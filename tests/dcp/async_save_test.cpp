@@ -102,7 +102,8 @@ TEST(AsyncSave, LoadsAndSavesWaitForTheOneThatRuns) {
     for (int i = 0; i < 3; ++i) {
       Gate gate;
       const torch::Tensor values = torch::full({5}, static_cast<float>(i));
-      const dcp::SaveFuture future = dcp::async_save({{"x", values}}, path, {.overwrite = true, .storage = gate.storage()});
+      const dcp::SaveFuture future =
+          dcp::async_save({{"x", values}}, path, {.overwrite = true, .storage = gate.storage()});
       std::thread opener([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         gate.open();
@@ -147,29 +148,32 @@ TEST(AsyncSave, ErrorsComeFromTheFutureOrTheNextCallOnEveryRank) {
 
 TEST(AsyncSave, BuffersAreUsedAgainAndPlansToo) {
   const TempDir folder;
-  ASSERT_TRUE(run_ranks(
-      1,
-      [&](int) {
-        constexpr int64_t kElements = 8 << 20;  // 32 MiB
-        torch::Tensor values = torch::zeros({kElements});
-        const std::string path = folder.path() + "/ckpt";
-        size_t after_first = 0;
-        for (int i = 0; i < 6; ++i) {
-          values.fill_(i);
-          dcp::async_save({{"x", values}, {"step", i}}, path, {.overwrite = true}).wait();
-          if (i == 0) after_first = (static_cast<size_t>(process_status("VmRSS")) << 10);
-        }
-        EXPECT_LT((static_cast<size_t>(process_status("VmRSS")) << 10), after_first + (size_t{8} << 20)) << "a copy of the state was made anew";
-        EXPECT_EQ(dcp::Reader(path).read("step").integer(), 5);
-        EXPECT_TRUE(loaded(path, "x", values).equal(values));
-        dcp::release_async_buffers();
-        EXPECT_LT((static_cast<size_t>(process_status("VmRSS")) << 10) + (size_t{24} << 20), after_first + (size_t{8} << 20)) << "the copy was not freed";
-        // Another layout: the old buffers do not fit.
-        const torch::Tensor other = torch::arange(7, torch::kInt64);
-        dcp::async_save({{"y", other}, {"z", other.to(torch::kHalf)}}, path, {.overwrite = true}).wait();
-        EXPECT_TRUE(loaded(path, "y", other).equal(other));
-      },
-      {.init_process_group = false}));
+  ASSERT_TRUE(
+      run_ranks(1,
+                [&](int) {
+                  constexpr int64_t kElements = 8 << 20;  // 32 MiB
+                  torch::Tensor values = torch::zeros({kElements});
+                  const std::string path = folder.path() + "/ckpt";
+                  size_t after_first = 0;
+                  for (int i = 0; i < 6; ++i) {
+                    values.fill_(i);
+                    dcp::async_save({{"x", values}, {"step", i}}, path, {.overwrite = true}).wait();
+                    if (i == 0) after_first = (static_cast<size_t>(process_status("VmRSS")) << 10);
+                  }
+                  EXPECT_LT((static_cast<size_t>(process_status("VmRSS")) << 10), after_first + (size_t{8} << 20))
+                      << "a copy of the state was made anew";
+                  EXPECT_EQ(dcp::Reader(path).read("step").integer(), 5);
+                  EXPECT_TRUE(loaded(path, "x", values).equal(values));
+                  dcp::release_async_buffers();
+                  EXPECT_LT((static_cast<size_t>(process_status("VmRSS")) << 10) + (size_t{24} << 20),
+                            after_first + (size_t{8} << 20))
+                      << "the copy was not freed";
+                  // Another layout: the old buffers do not fit.
+                  const torch::Tensor other = torch::arange(7, torch::kInt64);
+                  dcp::async_save({{"y", other}, {"z", other.to(torch::kHalf)}}, path, {.overwrite = true}).wait();
+                  EXPECT_TRUE(loaded(path, "y", other).equal(other));
+                },
+                {.init_process_group = false}));
 }
 
 // _exit would lose it; exit and the end of main do not.

@@ -88,7 +88,8 @@ TEST_F(DcpItem, PartsAreReadIntoAnyTarget) {
       const at::Tensor expected =
           whole.narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1]).to(at::kDouble);
       for (const bool verify : {true, false}) {
-        const at::Tensor same = at::empty(box.sizes, dtype), wide = at::empty({box.sizes[1], box.sizes[0]}, at::kDouble);
+        const at::Tensor same = at::empty(box.sizes, dtype),
+                         wide = at::empty({box.sizes[1], box.sizes[0]}, at::kDouble);
         TensorItem item(open_item(folder(), name + ".item"), verify, dtype, sizes);
         item.copy_window(box, same);
         item.copy_window(box, wide.t());

@@ -8,8 +8,8 @@
 #include <filesystem>
 #include <fstream>
 
-#include "dcp/same.h"
 #include "dcp/metadata_files.h"
+#include "dcp/same.h"
 #include "support/ranks.h"
 
 namespace fsdp2::dcp {
@@ -254,10 +254,10 @@ TEST(DcpLoad, LinksCutFilesAndForeignPicklesAreRefused) {
     spill(path / ".metadata", metadata.substr(0, length));
     EXPECT_THROW(load(state, path), Error) << length;
   }
-  spill(path / ".metadata",
-        "\x80\x02"
-        "cos\nsystem\nX\x04" +
-            std::string(3, '\0') + "true\x85R.");
+  spill_metadata(path,
+                 "\x80\x02"
+                 "cos\nsystem\nX\x04" +
+                     std::string(3, '\0') + "true\x85R.");
   EXPECT_FSDP2_ERROR(load(state, path), kUnsupported, "os.system");
   spill(path / ".metadata", metadata);
   load(state, path);

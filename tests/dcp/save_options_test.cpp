@@ -50,7 +50,8 @@ TEST(SaveOptions, FilesAsAskedFor) {
       }
       barrier();
     };
-    const std::string many = folder.path() + "/many", items = folder.path() + "/items", alone = folder.path() + "/alone";
+    const std::string many = folder.path() + "/many", items = folder.path() + "/items",
+                      alone = folder.path() + "/alone";
     dcp::save(state, many, {.files_per_rank = 3});
     EXPECT_EQ(names_in(many), (std::set<std::string>{".checksums", ".metadata", "__0_0.distcp", "__0_1.distcp",
                                                      "__0_2.distcp", "__1_0.distcp", "__1_1.distcp", "__1_2.distcp"}));
@@ -60,8 +61,8 @@ TEST(SaveOptions, FilesAsAskedFor) {
     EXPECT_EQ(names_in(items).size(), 2u + 10 + 3);
     check(items);
     dcp::save(state, alone, {.rank_local_metadata = true});
-    EXPECT_EQ(names_in(alone), (std::set<std::string>{".checksums", "__0.metadata", "__0_0.distcp", "__1.metadata",
-                                                      "__1_0.distcp"}));
+    EXPECT_EQ(names_in(alone),
+              (std::set<std::string>{".checksums", "__0.metadata", "__0_0.distcp", "__1.metadata", "__1_0.distcp"}));
     check(alone);
     EXPECT_FSDP2_ERROR(dcp::save(state, folder.path() + "/x", {.files_per_rank = 0}), kInvalidArgument,
                        "files_per_rank is 0");
@@ -148,8 +149,9 @@ TEST(SaveOptions, KeysThatMayBeMissingOrUnexpected) {
   const dcp::LoadReport report = dcp::load(target, path, {.allow_missing = {"head.*"}});
   EXPECT_EQ(report.missing, (std::vector<std::string>{"head.w", "head.x"}));
   EXPECT_EQ(target.at("a").integer(), 1);
-  EXPECT_FSDP2_ERROR(dcp::load(target, path, {.allow_partial = true, .allow_unexpected = std::vector<std::string>{"*.c"}}),
-                     kInvalidArgument, "model.b");
+  EXPECT_FSDP2_ERROR(
+      dcp::load(target, path, {.allow_partial = true, .allow_unexpected = std::vector<std::string>{"*.c"}}),
+      kInvalidArgument, "model.b");
   dcp::load(target, path, {.allow_partial = true, .allow_unexpected = std::vector<std::string>{"model.*"}});
 
   using dcp::detail::matches;
