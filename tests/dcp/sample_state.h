@@ -47,6 +47,16 @@ inline const std::vector<SampleTensor>& sample_tensors() {
       {"small", {4}, at::kFloat8_e4m3fn, {}},
       {"unsigned", {3}, at::kUInt16, {}},
       {"name.with.dots", {2}, at::kInt, Shard{0}},
+      {"float16", {6}, at::kHalf, Shard{0}},
+      {"float8_e5m2", {9}, at::kFloat8_e5m2, {}},
+      {"float8_e4m3fnuz", {3}, at::kFloat8_e4m3fnuz, {}},
+      {"float8_e5m2fnuz", {3}, at::kFloat8_e5m2fnuz, {}},
+      {"int8", {5}, at::kChar, Shard{0}},
+      {"uint8", {5}, at::kByte, {}},
+      {"int16", {5}, at::kShort, {}},
+      {"uint32", {5}, at::kUInt32, {}},
+      {"uint64", {5}, at::kUInt64, {}},
+      {"complex128", {2, 2}, at::kComplexDouble, {}},
   };
   return kTensors;
 }
@@ -54,8 +64,8 @@ inline const std::vector<SampleTensor>& sample_tensors() {
 inline torch::Tensor sample_values(size_t index) {
   const SampleTensor& info = sample_tensors()[index];
   const auto seed = static_cast<int64_t>(index) + 1;
-  if (info.dtype == at::kFloat8_e4m3fn || info.dtype == at::kUInt16)
-    return rule_values(info.sizes, at::kLong, seed).remainder(8).to(info.dtype);
+  const bool small = at::isFloat8Type(info.dtype) || at::isBarebonesUnsignedType(info.dtype) || info.dtype == at::kByte;
+  if (small) return rule_values(info.sizes, at::kLong, seed).remainder(8).to(info.dtype);
   if (info.dtype == at::kBool) return rule_values(info.sizes, at::kLong, seed).remainder(2).to(at::kBool);
   return rule_values(info.sizes, info.dtype, seed);
 }
@@ -70,6 +80,16 @@ inline dcp::StateDict sample_state(const DeviceMesh& mesh, bool zero) {
     torch::Tensor full = sample_values(i);
     if (zero) full = torch::zeros_like(full);
     tensors[info.key] = info.placement ? distribute_tensor(full, mesh, {*info.placement}).tensor() : full;
+  }
+  // The ranks once more as a mesh of two axes.
+  const int64_t ranks = mesh.size(), rows = ranks % 2 == 0 ? 2 : 1;
+  const DeviceMesh square = init_device_mesh(c10::kCPU, {rows, ranks / rows});
+  const std::pair<const char*, std::vector<Placement>> layouts[] = {
+      {"hybrid", {Replicate{}, Shard{0}}}, {"blocks", {Shard{1}, Shard{0}}}, {"twice", {Shard{0}, Shard{0}}}};
+  for (const auto& [key, placements] : layouts) {
+    torch::Tensor full = rule_values({7, 5}, at::kFloat, 90);
+    if (zero) full = torch::zeros_like(full);
+    tensors[key] = distribute_tensor(full, square, placements).tensor();
   }
   StateDict adam;
   for (const std::string name : {"uneven", "one_row"}) {

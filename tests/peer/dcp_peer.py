@@ -28,7 +28,23 @@ TENSORS = [
     ("small", (4,), torch.float8_e4m3fn, None),
     ("unsigned", (3,), torch.uint16, None),
     ("name.with.dots", (2,), torch.int32, Shard(0)),
+    ("float16", (6,), torch.float16, Shard(0)),
+    ("float8_e5m2", (9,), torch.float8_e5m2, None),
+    ("float8_e4m3fnuz", (3,), torch.float8_e4m3fnuz, None),
+    ("float8_e5m2fnuz", (3,), torch.float8_e5m2fnuz, None),
+    ("int8", (5,), torch.int8, Shard(0)),
+    ("uint8", (5,), torch.uint8, None),
+    ("int16", (5,), torch.int16, None),
+    ("uint32", (5,), torch.uint32, None),
+    ("uint64", (5,), torch.uint64, None),
+    ("complex128", (2, 2), torch.complex128, None),
 ]
+LAYOUTS = [
+    ("hybrid", [Replicate(), Shard(0)]),
+    ("blocks", [Shard(1), Shard(0)]),
+    ("twice", [Shard(0), Shard(0)]),
+]
+SMALL = {dtype for _, _, dtype, _ in TENSORS if "float8" in str(dtype) or "uint" in str(dtype)}
 
 
 def rule_values(sizes, dtype, seed):
@@ -37,7 +53,7 @@ def rule_values(sizes, dtype, seed):
         numel *= size
     values = (torch.arange(numel, dtype=torch.int64) * 2654435761 + seed * 40503) % 4294967296
     values = values // 256 % 200 - 100
-    if dtype in (torch.float8_e4m3fn, torch.uint16):
+    if dtype in SMALL:
         values = values % 8
     if dtype == torch.bool:
         values = values % 2
@@ -54,6 +70,12 @@ def state(mesh, zero):
 
     tensors = {key: make(rule_values(sizes, dtype, i + 1), placement)
                for i, (key, sizes, dtype, placement) in enumerate(TENSORS)}
+    # The ranks once more as a mesh of two axes.
+    rows = 2 if mesh.size() % 2 == 0 else 1
+    square = init_device_mesh("cpu", (rows, mesh.size() // rows))
+    for key, placements in LAYOUTS:
+        full = rule_values((7, 5), torch.float32, 90)
+        tensors[key] = distribute_tensor(torch.zeros_like(full) if zero else full, square, placements)
     adam = {
         name: {
             "step": torch.tensor(0.0 if zero else 12.0),
