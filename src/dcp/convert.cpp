@@ -255,12 +255,12 @@ const char* to_string(Format format) noexcept {
 std::string dtype_text(at::ScalarType dtype) { return std::string(dtype_name(dtype)); }
 std::optional<at::ScalarType> parse_dtype(const std::string& name) { return dtype_from_name(name); }
 
-CheckpointInfo inspect(const std::filesystem::path& path, const InspectOptions& options) {
+CheckpointContents inspect(const std::filesystem::path& path, const InspectOptions& options) {
   constexpr int64_t kSmall = 16;
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
   const auto source = open_source(path, detect_format(path), /*verify=*/true);
-  CheckpointInfo info;
+  CheckpointContents info;
   info.format = source->format();
   source->describe(info);
   KeyPatterns chosen(options.keys);
@@ -313,7 +313,7 @@ ConvertReport convert(const std::filesystem::path& source_path, const std::files
   }
   const auto result = open_source(target->path(), report.to, /*verify=*/true);
   converter.check(*result, destination);
-  CheckpointInfo info;
+  CheckpointContents info;
   result->describe(info);
   for (const FileInfo& file : info.files) report.files.push_back(folder ? file.name : destination.filename().string());
   target->commit();

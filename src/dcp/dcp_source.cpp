@@ -69,7 +69,7 @@ class DcpSource final : public TensorSource {
     return {names.begin(), names.end()};
   }
 
-  void describe(CheckpointInfo& info) const override {
+  void describe(CheckpointContents& info) const override {
     std::set<std::string> used;
     for (const auto& places : files_.stored().locations) {
       for (const ItemLocation& place : places) {

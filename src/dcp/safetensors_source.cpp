@@ -110,7 +110,7 @@ class SafetensorsSource final : public TensorSource {
     return {names.begin(), names.end()};
   }
 
-  void describe(CheckpointInfo& info) const override {
+  void describe(CheckpointContents& info) const override {
     for (size_t i = 0; i < names_.size(); ++i) info.files.push_back({names_[i], sizes_[i]});
     info.unreferenced = others_;
     info.notes = notes_;

@@ -35,7 +35,7 @@ class TensorSource {
   /// Names of the files that hold an item.
   virtual std::vector<std::string> files_of(size_t item) const = 0;
   /// Fills all but the items.
-  virtual void describe(CheckpointInfo& info) const = 0;
+  virtual void describe(CheckpointContents& info) const = 0;
 
  protected:
   explicit TensorSource(Format format) : format_(format) {}

@@ -41,7 +41,7 @@ class TorchSaveSource final : public TensorSource {
   }
   Value value(size_t item) override { return *values_[item]; }
   std::vector<std::string> files_of(size_t) const override { return {path_.filename().string()}; }
-  void describe(CheckpointInfo& info) const override { info.files.push_back({path_.filename().string(), size_}); }
+  void describe(CheckpointContents& info) const override { info.files.push_back({path_.filename().string(), size_}); }
 
  private:
   std::filesystem::path path_;

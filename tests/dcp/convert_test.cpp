@@ -125,7 +125,7 @@ TEST(Convert, GoesRoundThroughEveryFormat) {
   EXPECT_TRUE(at::equal(again.at("pair").list()[0].tensor(), at::ones({2})));
   report = convert(dir.path() + "/again", dir.path() + "/hf", {.keys = {"model.*"}, .rename = {{"model.*", "*"}}});
   EXPECT_EQ(report.renamed, (std::vector<std::pair<std::string, std::string>>{{"model.a", "a"}, {"model.b", "b"}}));
-  const CheckpointInfo info = inspect(dir.path() + "/hf", {.values = true});
+  const CheckpointContents info = inspect(dir.path() + "/hf", {.values = true});
   ASSERT_EQ(info.items.size(), 2u);
   for (const ItemInfo& item : info.items) {
     EXPECT_EQ(item.dtype, item.key == "a" ? at::kFloat : at::kLong);

@@ -16,7 +16,7 @@ namespace {
 
 using dcp::StateDict;
 
-/// Files as others see them, folders with the eyes of a rank to which nothing is there.
+/// Data files as others see them, folders and metadata with the eyes of a rank to which nothing is there.
 class Blind final : public dcp::Storage {
  public:
   std::string begin(const std::filesystem::path& target, bool overwrite) override {
@@ -34,6 +34,7 @@ class Blind final : public dcp::Storage {
   }
   void discard(const std::string& place) noexcept override { inner_->discard(place); }
   std::shared_ptr<const dcp::InputFile> open(const std::filesystem::path& folder, const std::string& name) override {
+    FSDP2_CHECK(name != ".metadata" && name != ".checksums", kNotFound, "there is no ", name, " yet");
     return inner_->open(folder, name);
   }
   std::vector<std::string> list(const std::filesystem::path&) override { return {}; }

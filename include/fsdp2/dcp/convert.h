@@ -46,7 +46,7 @@ struct FileInfo {
   std::string name;
   uint64_t bytes = 0;
 };
-struct CheckpointInfo {
+struct CheckpointContents {
   Format format{};
   std::vector<ItemInfo> items;
   std::vector<FileInfo> files;         ///< that hold the items
@@ -63,7 +63,7 @@ struct InspectOptions {
 };
 /// Lists a checkpoint; without `values` only headers are read. kNotFound if there is none, kCorruption where what was
 /// read is damaged, kInvalidArgument for a pattern that no key matches.
-FSDP2_API CheckpointInfo inspect(const std::filesystem::path& path, const InspectOptions& options = {});
+FSDP2_API CheckpointContents inspect(const std::filesystem::path& path, const InspectOptions& options = {});
 
 /// A rule that gives keys another name.
 struct RenameRule {

@@ -28,7 +28,7 @@ struct Totals {
   std::map<std::string, Total> by_dtype, by_top;
   Total tensors, values;
 
-  explicit Totals(const dcp::CheckpointInfo& info) {
+  explicit Totals(const dcp::CheckpointContents& info) {
     for (const dcp::ItemInfo& item : info.items) {
       add(by_dtype[item.dtype ? dcp::dtype_text(*item.dtype) : "value"], item);
       add(by_top[item.key.substr(0, item.key.find('.'))], item);
@@ -76,7 +76,7 @@ Json totals_json(const std::map<std::string, Total>& totals) {
   return object;
 }
 
-void show_json(const Options& options, const dcp::CheckpointInfo& info, const Totals& totals) {
+void show_json(const Options& options, const dcp::CheckpointContents& info, const Totals& totals) {
   Json items = Json::array();
   for (const dcp::ItemInfo& item : info.items) {
     Json one = {{"key", item.key}};
@@ -117,7 +117,7 @@ std::string files_text(const std::vector<std::string>& files) {
   return two.size() <= kWidth ? two : list_text(files, 1);
 }
 
-void show_text(const Options& options, const dcp::CheckpointInfo& info, const Totals& totals) {
+void show_text(const Options& options, const dcp::CheckpointContents& info, const Totals& totals) {
   std::cout << options.path << ": " << dcp::to_string(info.format) << ", " << count_text(totals.tensors.count, "tensor")
             << " of " << bytes_text(totals.tensors.bytes) << ", " << count_text(totals.values.count, "value") << ", "
             << count_text(info.files.size(), "file");
@@ -153,7 +153,7 @@ CheckpointCommand::Subcommand add_inspect(CLI::App& parent) {
   app->add_flag("--values", options->inspect.values, "show plain values, and tensors of at most 16 elements");
   app->add_flag("--json", options->json, "print JSON");
   return {app, [options] {
-            const dcp::CheckpointInfo info = dcp::inspect(options->path, options->inspect);
+            const dcp::CheckpointContents info = dcp::inspect(options->path, options->inspect);
             const Totals totals(info);
             options->json ? show_json(*options, info, totals) : show_text(*options, info, totals);
             return 0;
