@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "dcp/save_run.h"
@@ -61,14 +62,15 @@ class Staging {
       for (at::Tensor& tensor : item.value.tensors) tensors.push_back(&tensor);
     }
     if (!fits(tensors)) allocate(tensors);
-    std::vector<c10::Device> busy;
+    std::set<c10::Device, bool (*)(const c10::Device&, const c10::Device&)> busy(
+        [](const c10::Device& a, const c10::Device& b) { return a.index() < b.index(); });
     for (size_t i = 0; i < tensors.size(); ++i) {
       at::Tensor& tensor = *tensors[i];
       if (tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
         if (tensor.nbytes() > 0) std::memcpy(buffers_[i].mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
       } else {
         buffers_[i].copy_(tensor, /*non_blocking=*/true);
-        if (!tensor.device().is_cpu()) busy.push_back(tensor.device());
+        if (!tensor.device().is_cpu()) busy.insert(tensor.device());
       }
       tensor = buffers_[i];
     }
@@ -135,7 +137,8 @@ class Staging {
 class Background {
  public:
   static Background& of_process() {
-    static Background background;
+    static Background& background =
+        *new Background;  // never destroyed: its memory may be pinned by a driver that is gone
     return background;
   }
 
@@ -149,31 +152,30 @@ class Background {
     std::exception_ptr early = unseen_error();
     std::vector<SaveItem> items;
     own.group = separate_group(options.group);
+    const auto exchange = std::make_shared<const Exchange>(own.group);
     try {
       const at::NoGradGuard no_grad;
       const c10::InferenceMode normal_mode(false);
       if (!early) {
         StateDict copy = state;
-        items = detail::make_save_items(copy, Exchange(own.group).rank());
+        items = detail::make_save_items(copy, exchange->rank());
         staging_.copy(items);
       }
     } catch (...) {
       early = std::current_exception();
     }
     current_ = future;
-    thread_ = std::thread([future, own, path, early, items = std::move(items)]() mutable {
+    thread_ = std::thread([future, own, exchange, path, early, items = std::move(items)]() mutable {
       const auto make_items = [&] {
         if (early) std::rethrow_exception(early);
         return std::move(items);
       };
       std::exception_ptr error;
       try {
-        const Exchange exchange(own.group);
-        future->metadata = detail::run_save(exchange, make_items, path, own, &future->progress);
+        future->metadata = detail::run_save(*exchange, make_items, path, own, &future->progress);
       } catch (...) {
         error = std::current_exception();
       }
-      own = {};  // group and storage go before anybody is told
       const std::lock_guard lock(future->mutex);
       future->error = error;
       future->done = true;
@@ -205,10 +207,6 @@ class Background {
   }
 
  private:
-  ~Background() {
-    if (thread_.joinable()) thread_.join();
-  }
-
   void wait_for_thread() {
     if (thread_.joinable()) thread_.join();
   }
@@ -235,7 +233,7 @@ class Background {
   /// The ranks of `group` once more, for saves alone.
   static ProcessGroup separate_group(const ProcessGroup& group) {
     if (!is_initialized()) return group;
-    const ProcessGroup own = fsdp2::detail::shared_group(get_process_group_ranks(group), "async save");
+    const ProcessGroup own = fsdp2::detail::shared_group(get_process_group_ranks(group), "async save", "cpu:gloo");
     return own;
   }
 
@@ -264,7 +262,8 @@ bool SaveFuture::ready() const {
 
 SaveProgress SaveFuture::progress() const {
   FSDP2_CHECK(valid(), kUsage, "[dcp] this SaveFuture belongs to no save");
-  return {state_->progress.done.load(), state_->progress.total.load()};
+  const uint64_t total = state_->progress.total.load();
+  return {std::min(state_->progress.done.load(), total), total};  // what is written is a little more than the data
 }
 
 void SaveFuture::wait() const {

@@ -53,6 +53,12 @@ CheckpointFiles::CheckpointFiles(std::shared_ptr<Storage> storage, std::filesyst
 /// Reads `.checksums` and compares those of the metadata.
 bool CheckpointFiles::checksums_match(const MetadataFiles& metadata) {
   checksums_.emplace(Checksums::decode(*metadata.checksums, (folder_ / kChecksumsName).string()));
+  for (const std::string& name : checksums_->files()) {
+    const bool was_read = std::any_of(metadata.metadata.begin(), metadata.metadata.end(),
+                                      [&](const auto& file) { return file.first == name; });
+    FSDP2_CHECK(was_read || !name.ends_with(kMetadataName), kCorruption, "[dcp] ", (folder_ / name).string(),
+                " is missing: ", kChecksumsName, " has its checksum");
+  }
   return std::all_of(metadata.metadata.begin(), metadata.metadata.end(), [&](const auto& file) {
     const std::vector<uint32_t> found = block_checksums(file.second);
     const auto recorded = checksums_->find(file.first, 0, file.second.size());

@@ -6,6 +6,7 @@
 #include <fsdp2/tensor/dtensor.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <optional>
 #include <set>
@@ -55,52 +56,61 @@ struct ValueTask {
 class Loader {
  public:
   Loader(StateDict& state, CheckpointFiles files, const LoadOptions& options, int rank)
-      : state_(state), options_(options), rank_(rank), files_(std::move(files)) {}
+      : state_(state), options_(options), rank_(rank), files_(std::move(files)), asked_(no_bits()) {}
 
   /// Looks at everything that can be wrong without changing the target.
   void check() {
     std::vector<Leaf> leaves = choose_leaves();
-    std::unordered_set<std::string_view> asked;
     for (Leaf& leaf : leaves) {
-      asked.insert(leaf.fqn);
       const size_t entry = files_.stored().find(leaf.fqn);
       if (entry == StoredMetadata::npos) {
         report_.missing.push_back(leaf.fqn);
         if (!matches_any(options_.allow_missing, leaf.fqn)) absences_.add_missing(leaf);
       } else {
         check_leaf(leaf, entry);
+        set_bit(asked_, entry);
         report_.loaded.push_back(leaf.fqn);
         absences_.add_found(leaf);
       }
-    }
-    for (const auto& [fqn, entry] : files_.stored().metadata.entries) {
-      if (!asked.count(fqn)) report_.unexpected.push_back(fqn);
     }
     if (!options_.allow_partial) {
       absences_.check(files_.folder().string(),
                       [&](const std::string& fqn) { return files_.stored().find(fqn + ".0") != StoredMetadata::npos; });
     }
-    check_unexpected();
   }
 
-  /// One bit for each entry: this rank wants all of it, in memory that a broadcast can fill.
-  std::string whole_targets() const {
-    std::string bits((files_.stored().metadata.entries.size() + 7) / 8, '\0');
-    for (const TensorTask& task : tensors_) {
-      if (can_be_broadcast(task)) bits[task.entry / 8] |= static_cast<char>(1 << (task.entry % 8));
+  /// What the other ranks need to know: one bit for each entry that this rank asked for; and, where `broadcast`, one
+  /// for each that it wants as a whole, in memory that a broadcast can fill.
+  std::string encode(bool broadcast) const {
+    std::string whole;
+    if (broadcast) {
+      whole = no_bits();
+      for (const TensorTask& task : tensors_) {
+        if (can_be_broadcast(task)) set_bit(whole, task.entry);
+      }
     }
-    return bits;
+    ByteWriter out;
+    out.text(asked_);
+    out.text(whole);
+    return out.take();
   }
 
-  /// Entries that all ranks want whole, by their `whole_targets()`, are read by one rank each.
-  void share(const std::vector<std::string>& targets) {
-    int next = 0;
+  /// Learns it from every rank, in order. kInvalidArgument, on all ranks, where the checkpoint has keys that none asked
+  /// for and that are not allowed.
+  void learn(const std::vector<std::string>& messages) {
+    std::vector<std::string> asked, whole;
+    for (const std::string& message : messages) {
+      ByteReader in(message);
+      asked.push_back(in.text());
+      whole.push_back(in.text());
+    }
     for (size_t entry = 0; entry < files_.stored().metadata.entries.size(); ++entry) {
-      const bool all = std::all_of(targets.begin(), targets.end(), [&](const std::string& bits) {
-        return !bits.empty() && (bits[entry / 8] >> (entry % 8) & 1) != 0;
-      });
-      if (all) readers_.emplace(entry, next++ % static_cast<int>(targets.size()));
+      const bool by_any =
+          std::any_of(asked.begin(), asked.end(), [&](const std::string& bits) { return has_bit(bits, entry); });
+      if (!by_any) report_.unexpected.push_back(files_.fqn(entry));
     }
+    check_unexpected();
+    share(whole);
   }
 
   void read() {
@@ -130,13 +140,35 @@ class Loader {
   }
 
   LoadReport finish() {
-    for (ValueTask& task : values_) replace(*task.target, std::move(task.content));
+    for (ValueTask& task : values_) {
+      const bool in_place =
+          task.target->kind() == Kind::Tensor && task.content.kind() == Kind::Tensor && !on_meta(task.target->tensor());
+      if (in_place) {
+        task.target->tensor().copy_(task.content.tensor());
+      } else {
+        replace(*task.target, std::move(task.content));
+      }
+    }
     if (!options_.allow_partial) absences_.settle();
     for (LoadedObject& object : objects_) object.object->load_state_dict(*object.state);
     return std::move(report_);
   }
 
  private:
+  /// Entries that all ranks want whole are read by one rank each.
+  void share(const std::vector<std::string>& whole) {
+    int next = 0;
+    for (size_t entry = 0; entry < files_.stored().metadata.entries.size(); ++entry) {
+      const bool all = std::all_of(whole.begin(), whole.end(),
+                                   [&](const std::string& bits) { return !bits.empty() && has_bit(bits, entry); });
+      if (all) readers_.emplace(entry, next++ % static_cast<int>(whole.size()));
+    }
+  }
+
+  std::string no_bits() const { return std::string((files_.stored().metadata.entries.size() + 7) / 8, '\0'); }
+  static void set_bit(std::string& bits, size_t at) { bits[at / 8] |= static_cast<char>(1 << (at % 8)); }
+  static bool has_bit(const std::string& bits, size_t at) { return (bits[at / 8] >> (at % 8) & 1) != 0; }
+
   /// Torch before 2.4 entered only dicts that hold tensors. Python's rule: if the checkpoint has
   /// keys that the target lacks and the old way of flattening gives one of those, the checkpoint is
   /// old.
@@ -258,7 +290,8 @@ class Loader {
     const fsdp2::detail::DTensorSpec* spec = fsdp2::detail::spec_of(tensor);
     const at::Tensor& data = spec ? spec->local : tensor;
     return data.sizes() == tensor.sizes() && data.is_contiguous() && !data.is_conj() && !data.is_neg() &&
-           data.nbytes() >= kLeastBroadcastBytes;
+           data.nbytes() >= kLeastBroadcastBytes &&
+           fsdp2::detail::group_or_default(options_.group)->hasBackendForDeviceType(data.device().type());
   }
 
   void fill_tensor(TensorTask& task) {
@@ -304,6 +337,7 @@ class Loader {
   const LoadOptions& options_;
   int rank_;
   CheckpointFiles files_;
+  std::string asked_;  // one bit for each entry
   LoadReport report_;
   Absences absences_;
   std::vector<LoadedObject> objects_;
@@ -320,19 +354,32 @@ LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadO
   const c10::InferenceMode normal_mode(false);
   const Exchange exchange(options.group);
   const std::shared_ptr<Storage> storage = options.storage ? options.storage : local_storage();
-  const std::string metadata = exchange.broadcast("reading the metadata", [&] {
+  std::exception_ptr earlier;  // on every rank before any step: told once, and together
+  try {
     finish_async_save();  // it may be what is loaded
-    return read_metadata_files(*storage, path).encode();
+  } catch (...) {
+    earlier = std::current_exception();
+  }
+  const std::string first = exchange.broadcast("reading the metadata", [&] {
+    if (earlier) std::rethrow_exception(earlier);
+    ByteWriter out;
+    out.text(path.lexically_normal().string());
+    out.text(read_metadata_files(*storage, path).encode());
+    return out.take();
   });
   std::optional<Loader> loader;
-  const std::vector<std::string> targets = exchange.gather("checking a checkpoint", [&] {
-    finish_async_save();
-    CheckpointFiles files(storage, path, options.verify_checksums, MetadataFiles::decode(metadata));
+  const std::vector<std::string> messages = exchange.gather("checking a checkpoint", [&] {
+    if (earlier) std::rethrow_exception(earlier);
+    ByteReader in(first);
+    const std::string path_of_first = in.text();
+    FSDP2_CHECK(path.lexically_normal() == path_of_first, kInvalidArgument, "[dcp] this rank loads from ",
+                path.string(), ", rank 0 from ", path_of_first, "; all ranks have to pass the same path");
+    CheckpointFiles files(storage, path, options.verify_checksums, MetadataFiles::decode(in.text()));
     loader.emplace(state, std::move(files), options, exchange.rank());
     loader->check();
-    return wants_broadcast(options, exchange) ? loader->whole_targets() : std::string();
+    return loader->encode(wants_broadcast(options, exchange));
   });
-  loader->share(targets);
+  loader->learn(messages);
   exchange.gather("reading a checkpoint", [&] {
     loader->read();
     return std::string();

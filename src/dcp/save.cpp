@@ -142,6 +142,16 @@ class Assembly {
     }
   }
 
+  /// Every part was written by somebody.
+  void check_complete() const {
+    for (size_t i = 0; i < stored.locations.size(); ++i) {
+      for (const ItemLocation& place : stored.locations[i]) {
+        FSDP2_CHECK(place.present, kPeerFailed, "[dcp] no rank has written ", stored.metadata.entries[i].first,
+                    "; the ranks have come to different plans");
+      }
+    }
+  }
+
   StoredMetadata stored;
   Checksums checksums;
   std::vector<std::vector<uint64_t>> prints;  // by rank
@@ -156,18 +166,46 @@ void write_small(Storage& storage, const std::string& place, const std::string& 
   file->finish();
 }
 
-std::vector<std::string> bodies_of(const std::vector<std::string>& messages, std::string& place,
-                                   std::vector<std::array<uint64_t, 2>>& ids) {
-  std::vector<std::string> bodies;
-  for (const std::string& message : messages) {
-    ByteReader in(message);
-    const std::string named = in.text();
-    if (bodies.empty()) place = named;
-    auto& id = ids.emplace_back();
-    for (uint64_t& part : id) part = in.number<uint64_t>();
-    bodies.push_back(in.text());
+/// What has to be the same on every rank, as users write it.
+std::string describe(const std::filesystem::path& path, const SaveOptions& options) {
+  const auto yes_or_no = [](bool value) { return value ? "true" : "false"; };
+  return c10::str("path ", path.lexically_normal().string(), ", overwrite = ", yes_or_no(options.overwrite),
+                  ", checksums = ", yes_or_no(options.checksums),
+                  ", replicas = ", options.replicas == Replicas::Spread ? "Spread" : "LowestRank",
+                  ", safetensors = ", yes_or_no(options.safetensors), ", zstd = ", yes_or_no(options.zstd),
+                  ", rank_local_metadata = ", yes_or_no(options.rank_local_metadata));
+}
+
+/// The first message of a rank.
+struct Proposal {
+  std::string call;   // see describe()
+  std::string place;  // of rank 0
+  std::array<uint64_t, 2> plan{};
+  std::string layout;
+
+  std::string encode() const {
+    ByteWriter out;
+    out.text(call);
+    out.text(place);
+    for (const uint64_t part : plan) out.number(part);
+    out.text(layout);
+    return out.take();
   }
-  return bodies;
+  static Proposal decode(const std::string& message) {
+    ByteReader in(message);
+    Proposal proposal{in.text(), in.text(), {}, {}};
+    for (uint64_t& part : proposal.plan) part = in.number<uint64_t>();
+    proposal.layout = in.text();
+    return proposal;
+  }
+};
+
+/// `.metadata` that can be read again.
+std::string encoded(const StoredMetadata& stored) {
+  std::string content = encode_metadata(stored);
+  FSDP2_CHECK(content.size() < (size_t{1} << 31), kUnsupported, "[dcp] the metadata of this checkpoint have ",
+              content.size(), " bytes; at most 2 GiB are read: save the state in several checkpoints");
+  return content;
 }
 
 /// A save that goes through its steps.
@@ -209,25 +247,31 @@ class SaveRun {
         place_ = storage_->begin(path_, options_.overwrite);
         began_ = true;
       }
-      ByteWriter out;
-      out.text(place_);
-      for (const uint64_t part : cached ? cached->id : std::array<uint64_t, 2>{}) out.number(part);
-      // Alone, there is nobody to wait for.
-      out.text(exchange_.world_size() == 1 ? layout : std::string());
-      return out.take();
+      // Alone, there is nobody to wait for with the layout.
+      return Proposal{describe(path_, options_), place_, cached ? cached->id : std::array<uint64_t, 2>{},
+                      exchange_.world_size() == 1 ? layout : std::string()}
+          .encode();
     });
-    std::vector<std::array<uint64_t, 2>> ids;
-    std::vector<std::string> layouts = bodies_of(own, place_, ids);
+    std::vector<Proposal> proposals;
+    for (const std::string& message : own) proposals.push_back(Proposal::decode(message));
+    place_ = proposals[0].place;
+    for (size_t rank = 1; rank < proposals.size(); ++rank) {
+      FSDP2_CHECK(proposals[rank].call == proposals[0].call, kInvalidArgument,
+                  "[dcp] ranks save in different ways: rank 0 with ", proposals[0].call, "; rank ", rank, " with ",
+                  proposals[rank].call, "; all ranks have to pass the same");
+    }
     if (options_.rank_local_metadata) {
       plan_ = std::make_shared<SavePlan>(make_own_plan(layout, exchange_.rank()));
       return;
     }
-    const bool all_cached = std::all_of(
-        ids.begin(), ids.end(), [&](const auto& id) { return id == ids[0] && id != std::array<uint64_t, 2>{}; });
+    const bool all_cached = std::all_of(proposals.begin(), proposals.end(), [&](const Proposal& proposal) {
+      return proposal.plan == proposals[0].plan && proposal.plan != std::array<uint64_t, 2>{};
+    });
     if (all_cached) {
       plan_ = std::move(cached);
       return;
     }
+    std::vector<std::string> layouts{proposals[0].layout};
     if (exchange_.world_size() > 1) layouts = exchange_.gather("planning a save", [&] { return layout; });
     plan_ = std::make_shared<SavePlan>(make_plan(layouts, options_.replicas));
     keep_plan(exchange_, layout, plan_);
@@ -247,7 +291,10 @@ class SaveRun {
     for (size_t rank = 0; rank < reports.size(); ++rank) {
       all.add(reports[rank], !options_.rank_local_metadata || static_cast<int>(rank) == exchange_.rank());
     }
-    if (!options_.rank_local_metadata) check_replicas(*plan_, all.prints);
+    if (!options_.rank_local_metadata) {
+      check_replicas(*plan_, all.prints);
+      all.check_complete();
+    }
     return commit(std::move(all));
   }
 
@@ -256,7 +303,7 @@ class SaveRun {
         options_.rank_local_metadata ? c10::str("__", exchange_.rank(), kMetadataName) : kMetadataName;
     if (options_.rank_local_metadata) {
       const std::vector<std::string> contents = exchange_.gather("writing its metadata", [&] {
-        std::string content = encode_metadata(all.stored);
+        std::string content = encoded(all.stored);
         write_small(*storage_, place_, name, content);
         return content;
       });
@@ -268,7 +315,7 @@ class SaveRun {
       if (!is_first()) return std::string();
       std::string content;
       if (!options_.rank_local_metadata) {
-        content = encode_metadata(all.stored);
+        content = encoded(all.stored);
         all.checksums.add(name, 0, content.size(), block_checksums(content));
       }
       if (options_.checksums) write_small(*storage_, place_, kChecksumsName, all.checksums.encode());

@@ -103,21 +103,23 @@ class Planner {
     for (auto left = in.number<uint64_t>(); left > 0; --left) {
       std::vector<int64_t> offsets = in.numbers();
       Chunk chunk{std::move(offsets), in.numbers()};
-      const auto same = std::find_if(entry.chunks.begin(), entry.chunks.end(), [&](const Chunk& other) {
-        return other.offsets == chunk.offsets && other.sizes == chunk.sizes;
-      });
-      const auto place = static_cast<size_t>(same - entry.chunks.begin());
-      if (same == entry.chunks.end()) {
+      ByteWriter box;
+      box.number(uint64_t{known->second});
+      box.numbers(chunk.offsets);
+      box.numbers(chunk.sizes);
+      const auto [place, is_new] = places_.try_emplace(box.take(), entry.chunks.size());
+      if (is_new) {
         entry.chunks.push_back(std::move(chunk));
         item.holders.emplace_back();
       }
-      item.holders[place].push_back(rank);
+      item.holders[place->second].push_back(rank);
     }
   }
 
   Replicas replicas_;
   std::vector<PlannedItem> items_;
   std::unordered_map<std::string, size_t> by_name_;
+  std::unordered_map<std::string, size_t> places_;  // of chunks in their item, by item and box
 };
 
 struct CachedPlan {

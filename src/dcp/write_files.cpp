@@ -192,7 +192,7 @@ std::vector<WrittenFile> write_files(Storage& storage, const std::string& place,
     return written;
   }
   std::vector<std::exception_ptr> errors(files.size());
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;  // joined also where starting one of them fails
   for (size_t i = 0; i < files.size(); ++i) {
     threads.emplace_back([&, i] {
       try {
@@ -203,7 +203,7 @@ std::vector<WrittenFile> write_files(Storage& storage, const std::string& place,
       }
     });
   }
-  for (std::thread& thread : threads) thread.join();
+  threads.clear();
   for (const std::exception_ptr& error : errors) {
     if (error) std::rethrow_exception(error);
   }

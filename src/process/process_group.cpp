@@ -95,10 +95,11 @@ void wait_until_connected(c10d::Store& store, int size, std::chrono::millisecond
   }
 }
 
-ProcessGroup make_group(const World& world, const std::string& name, int rank, int size) {
+ProcessGroup make_group(const World& world, const std::string& name, int rank, int size,
+                        const std::string& backends = "") {
   auto store = c10::make_intrusive<c10d::PrefixStore>(name, world.store);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  const auto choices = parse_backend(world.backend);
+  const auto choices = parse_backend(backends.empty() ? world.backend : backends);
   c10::intrusive_ptr<c10d::Backend> gloo;
   for (const auto& [device, backend] : choices) {
     const bool is_nccl = backend == "nccl";
@@ -147,7 +148,7 @@ World& require_world(const char* what) {
   return *current;
 }
 
-ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purpose) {
+ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purpose, const std::string& backend) {
   World& current = require_world("making a mesh");
   const auto found = current.shared.find({ranks, purpose});
   if (found != current.shared.end()) {
@@ -162,7 +163,7 @@ ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purp
     // The name follows from the members, who alone make the group; it is made once in the life of a job.
     const std::string name = c10::str("mesh/", purpose, "/", c10::Join(",", ranks));
     const auto position = std::find(ranks.begin(), ranks.end(), current.rank) - ranks.begin();
-    group = make_group(current, name, static_cast<int>(position), static_cast<int>(ranks.size()));
+    group = make_group(current, name, static_cast<int>(position), static_cast<int>(ranks.size()), backend);
     current.ranks_of.insert_or_assign(group.get(), ranks);
   }
   current.shared.emplace(std::make_pair(ranks, purpose), group);

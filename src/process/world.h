@@ -30,8 +30,10 @@ World* world();
 /// Throws kUsage without a process group; `what` names the caller.
 World& require_world(const char* what);
 /// The group of these global ranks (in this order), of which this one is one, made at its first use by all of them
-/// together. Groups of different `purpose` have connections of their own.
-ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purpose = "");
+/// together. Groups of different `purpose` have connections of their own; `backend` is that of the default group unless
+/// the purpose needs another.
+ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purpose = "",
+                          const std::string& backend = "");
 
 /// `callback` runs when destroy_process_group() begins, while groups still work. The same one counts once.
 void before_destroy(void (*callback)());

@@ -138,6 +138,11 @@ TEST(AsyncSave, ErrorsComeFromTheFutureOrTheNextCallOnEveryRank) {
     dcp::load(target, folder.path() + "/a");
     EXPECT_TRUE(target.at("x").tensor().equal(torch::ones({2})));
 
+    // Where no rank has asked, every rank hears of it once.
+    dcp::async_save(good, folder.path() + "/a");
+    EXPECT_FSDP2_ERROR(dcp::load(target, folder.path() + "/a"), kInvalidArgument, "rank 0 failed");
+    dcp::load(target, folder.path() + "/a");
+
     const dcp::SaveFuture again = dcp::async_save(good, folder.path() + "/a");
     const dcp::SaveFuture next = dcp::async_save(good, folder.path() + "/b");
     EXPECT_FSDP2_ERROR(next.wait(), kInvalidArgument, "before this call had failed");

@@ -128,6 +128,9 @@ TEST(SaveOptions, ValuesOfEachRank) {
       EXPECT_EQ(target.at("rng").dict().at("seed").integer(), 100 + rank);
       EXPECT_TRUE(target.at("rng").dict().at("state").tensor().equal(torch::full({2}, static_cast<float>(rank))));
     }
+    // What the other ranks ask for is not unexpected.
+    const dcp::LoadReport report = dcp::load(target, path, {.allow_unexpected = std::vector<std::string>{}});
+    EXPECT_TRUE(report.unexpected.empty());
     dcp::StateDict unmarked{{"rank", 0}};
     EXPECT_FSDP2_ERROR(dcp::load(unmarked, path), kNotFound, "one for each rank");
   }));
@@ -216,10 +219,35 @@ TEST(SaveOptions, ReplicasAreReadOnceAndBroadcast) {
   }));
 }
 
+TEST(SaveOptions, OptionsThatDifferBetweenRanksAreAnError) {
+  const TempDir folder;
+  ASSERT_TRUE(run_ranks(2, [&](int rank) {
+    const dcp::StateDict state{{"x", torch::ones({2})}};
+    const std::string path = folder.path() + "/ckpt";
+    dcp::SaveOptions differing[5];
+    if (rank == 1) {
+      differing[0].checksums = false;
+      differing[1].zstd = true;
+      differing[2].replicas = dcp::Replicas::LowestRank;
+      differing[3].rank_local_metadata = true;
+      differing[4].overwrite = true;
+    }
+    for (const dcp::SaveOptions& options : differing)
+      EXPECT_FSDP2_ERROR(dcp::save(state, path, options), kInvalidArgument, "rank 0 with path");
+    EXPECT_FSDP2_ERROR(dcp::save(state, path + std::to_string(rank)), kInvalidArgument, "ckpt1");
+    barrier();
+    EXPECT_TRUE(fs::is_empty(folder.path()));
+    barrier();
+    dcp::save(state, path);
+    dcp::StateDict target = state;
+    EXPECT_FSDP2_ERROR(dcp::load(target, rank == 0 ? path : path + "x"), kInvalidArgument, "rank 0 from");
+  }));
+}
+
 TEST(SaveOptions, AFolderThatRanksDoNotShareIsSaid) {
   const TempDir folder;
   ASSERT_TRUE(run_ranks(2, [&](int rank) {
-    const std::string path = folder.path() + "/" + std::to_string(rank) + "/ckpt";
+    const std::string path = folder.path() + "/0/ckpt";
     // Each rank has a disk of its own: rank 1 does not see what rank 0 makes.
     const auto own = rank == 0 ? dcp::local_storage() : dcp::make_memory_storage();
     EXPECT_FSDP2_ERROR(dcp::save({{"x", torch::ones({2})}}, path, {.storage = own}), kIo, "all ranks share");
@@ -228,14 +256,14 @@ TEST(SaveOptions, AFolderThatRanksDoNotShareIsSaid) {
   }));
 }
 
-// The second save of a layout sends no layouts: one exchange less.
-TEST(SaveOptions, PlansAreMadeOnceForALayout) {
+// The plan of a layout is used again, and not where a layout has changed, be it on one rank alone.
+TEST(SaveOptions, PlansFollowTheLayouts) {
   const TempDir folder;
   ASSERT_TRUE(run_ranks(2, [&](int rank) {
     const DeviceMesh mesh = init_device_mesh(c10::kCPU, {2});
     for (const int64_t seed : {1, 2, 3}) {
       dcp::StateDict state = state_of(mesh, seed);
-      if (seed == 3) state["extra"] = torch::ones({rank == 0 ? 2 : 2});
+      if (seed == 3) state["extra"] = torch::ones({2});
       dcp::save(state, folder.path() + "/ckpt", {.overwrite = true});
       dcp::StateDict target = state_of(mesh, 0);
       if (seed == 3) target["extra"] = torch::zeros({2});

@@ -76,7 +76,7 @@ struct LoadOptions {
 struct LoadReport {
   std::vector<std::string> loaded;
   std::vector<std::string> missing;     ///< asked for, not in the checkpoint (allow_partial)
-  std::vector<std::string> unexpected;  ///< in the checkpoint, not asked for
+  std::vector<std::string> unexpected;  ///< in the checkpoint, asked for by no rank
   std::vector<std::string> cast;        ///< loaded with another dtype than saved
   std::vector<std::string> reshaped;    ///< one element, saved with another number of dimensions, e.g. (1,) into ()
 };
@@ -141,8 +141,9 @@ class FSDP2_API SaveFuture {
 /// rank of the group calls it. The copy goes to buffers that the next call uses again (one copy of the state, until
 /// release_async_buffers()). One save runs at a time: another save or a load waits for it first, and throws its error
 /// if nobody asked the future. Writing and its exchanges use a thread and groups of their own. A process that ends
-/// with exit() or by returning from main() finishes the save first. Errors of planning and writing come from the
-/// future; from the call itself only those of the state (kInvalidArgument, kUnsupported) and of a save before.
+/// with exit() or by returning from main() finishes the save first. All errors come from the future, on every rank:
+/// those of the state (kInvalidArgument, kUnsupported) and of writing, and, in place of this save, that of an async
+/// save before whose future nobody asked.
 FSDP2_API SaveFuture async_save(const StateDict& state, const std::filesystem::path& path,
                                 const SaveOptions& options = {});
 /// Frees the buffers of async_save, after the save that runs. Not collective.
@@ -150,7 +151,8 @@ FSDP2_API void release_async_buffers();
 
 /// Fills `state` from the checkpoint: tensors in place (any sharding, any number of ranks on either
 /// side; meta tensors are replaced), other values by assignment. Every rank of the group calls it.
-/// Nothing is changed unless all ranks find all that they need. Errors: kNotFound (no checkpoint,
+/// Nothing is changed unless all ranks find all that they need; damage that shows while tensors are read comes after
+/// some of them have changed. Errors: kNotFound (no checkpoint,
 /// missing keys), kInvalidArgument (other size; a narrowing cast), kCorruption (bad checksum,
 /// holes, truncated), kUnsupported, kIo.
 FSDP2_API LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadOptions& options = {});
