@@ -15,6 +15,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <vector>
 
 #include "dcp/file_names.h"
 
@@ -40,6 +41,26 @@ void sync_folder(const fs::path& folder) {
   ::close(file);
   // Some network file systems cannot sync folders and say so.
   if (result != 0 && error != EINVAL && error != ENOTSUP) throw_errno("syncing the folder", folder, error);
+}
+
+/// What a folder holds, in any order; what was read before it, where there is an `error`. Going through the iterator
+/// with range-for instead throws another exception than ours when reading the folder fails midway.
+std::vector<fs::directory_entry> entries_of(const fs::path& folder, std::error_code& error) {
+  std::vector<fs::directory_entry> entries;
+  fs::directory_iterator next(folder, error);
+  for (; !error && next != fs::directory_iterator(); next.increment(error)) entries.push_back(*next);
+  return entries;
+}
+
+/// Makes a folder and those above it, durably: the name of each one made is a change of the folder above.
+void make_folders(const fs::path& folder) {
+  std::error_code error;
+  std::vector<fs::path> missing;
+  for (fs::path path = folder; path.has_relative_path() && !fs::exists(path, error); path = path.parent_path())
+    missing.push_back(path);
+  fs::create_directories(folder, error);
+  if (error) throw_errno("making the folder", folder, error.value());
+  for (const fs::path& path : missing) sync_folder(path.parent_path());
 }
 
 class LocalOutput final : public OutputFile {
@@ -126,13 +147,14 @@ void check_target(const fs::path& target, bool overwrite) {
   std::error_code error;
   const fs::file_status status = fs::status(target, error);
   if (status.type() == fs::file_type::not_found) return;
+  if (status.type() == fs::file_type::none) throw_errno("looking at", target, error.value());
   FSDP2_CHECK(status.type() == fs::file_type::directory, kInvalidArgument, "[dcp] cannot save to ", target.string(),
               ": it is not a folder");
-  fs::directory_iterator entries(target, error);
+  const std::vector<fs::directory_entry> entries = entries_of(target, error);
   if (error) throw_errno("listing", target, error.value());
-  for (const auto& entry : entries) {
+  for (const fs::directory_entry& entry : entries) {
     FSDP2_CHECK(overwrite, kInvalidArgument, "[dcp] cannot save to ", target.string(), ": the folder is not empty",
-                fs::exists(target / ".metadata") ? " (it holds a checkpoint)" : "",
+                fs::exists(target / ".metadata", error) ? " (it holds a checkpoint)" : "",
                 "; choose another path or set overwrite = true");
     FSDP2_CHECK(is_checkpoint_file(entry.path().filename().string()), kInvalidArgument, "[dcp] cannot save to ",
                 target.string(), ": it holds ", entry.path().filename().string(),
@@ -144,7 +166,8 @@ void check_target(const fs::path& target, bool overwrite) {
 fs::path resolved(const fs::path& requested) {
   FSDP2_CHECK(!requested.empty(), kInvalidArgument, "[dcp] the path of a checkpoint is empty");
   std::error_code error;
-  fs::path target = fs::weakly_canonical(fs::absolute(requested), error);
+  fs::path target = fs::absolute(requested, error);
+  if (!error) target = fs::weakly_canonical(target, error);
   if (error) throw_errno("resolving", requested, error.value());
   if (target.filename().empty()) target = target.parent_path();  // "dir/"
   FSDP2_CHECK(target.has_filename(), kInvalidArgument, "[dcp] ", target.string(), " cannot be a checkpoint");
@@ -175,9 +198,7 @@ class LocalStorage final : public Storage {
  public:
   std::string begin(const fs::path& requested, bool overwrite) override {
     const fs::path target = resolved(requested);
-    std::error_code error;
-    fs::create_directories(target.parent_path(), error);
-    if (error) throw_errno("making the folder", target.parent_path(), error.value());
+    make_folders(target.parent_path());
     clean_up(target);
     check_target(target, overwrite);
     fs::path place = make_folder_beside(target);
@@ -226,11 +247,10 @@ class LocalStorage final : public Storage {
   void clean(const std::string& place, int rank, int world_size) noexcept override {
     // Freeing the pages of a big file takes long: all ranks help, rank 0 removes what is left.
     std::error_code error;
-    std::vector<fs::path> files;
-    for (const auto& entry : fs::directory_iterator(place, error)) files.push_back(entry.path());
+    std::vector<fs::directory_entry> files = entries_of(place, error);
     std::sort(files.begin(), files.end());
     for (size_t i = 0; i < files.size(); ++i) {
-      if (i % static_cast<size_t>(world_size) == static_cast<size_t>(rank)) fs::remove(files[i], error);
+      if (i % static_cast<size_t>(world_size) == static_cast<size_t>(rank)) fs::remove(files[i].path(), error);
     }
     if (rank == 0) discard(place);
   }
@@ -247,10 +267,10 @@ class LocalStorage final : public Storage {
   std::vector<std::string> list(const fs::path& folder) override {
     std::vector<std::string> names;
     std::error_code error;
-    fs::directory_iterator entries(folder, error);
+    const std::vector<fs::directory_entry> entries = entries_of(folder, error);
     if (error == std::errc::no_such_file_or_directory) return names;
     if (error) throw_errno("listing", folder, error.value());
-    for (const auto& entry : entries) {
+    for (const fs::directory_entry& entry : entries) {
       names.push_back(entry.path().filename().string() + (entry.is_directory(error) ? "/" : ""));
     }
     std::sort(names.begin(), names.end());
@@ -260,7 +280,9 @@ class LocalStorage final : public Storage {
   void remove(const fs::path& requested) override {
     const fs::path folder = resolved(requested);
     std::error_code error;
-    if (!fs::exists(folder, error)) return;
+    const bool exists = fs::exists(folder, error);
+    if (error) throw_errno("looking at", folder, error.value());
+    if (!exists) return;
     check_target(folder, /*overwrite=*/true);
     const fs::path place = make_folder_beside(folder);
     if (::rename(folder.c_str(), place.c_str()) != 0) throw_errno("removing", folder);
@@ -285,9 +307,9 @@ class LocalStorage final : public Storage {
 
   /// What saves of this target left behind when they were killed.
   static void clean_up(const fs::path& target) {
-    std::error_code error;
+    std::error_code error;  // a folder that cannot be listed is cleaned by the next save that can
     std::vector<fs::path> found;
-    for (const auto& entry : fs::directory_iterator(target.parent_path(), error)) {
+    for (const fs::directory_entry& entry : entries_of(target.parent_path(), error)) {
       if (entry.path().filename().string().rfind(staging_prefix(target), 0) == 0) found.push_back(entry.path());
     }
     for (const fs::path& path : found) {
