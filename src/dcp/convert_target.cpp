@@ -31,6 +31,7 @@ class FolderTarget final : public ConvertTarget {
   void commit() override {
     storage_->commit(place_, destination_, overwrite_);
     committed_ = true;
+    storage_->clean(place_, /*rank=*/0, /*world_size=*/1);  // the checkpoint that was replaced lies there now
   }
 
  private:
@@ -41,18 +42,32 @@ class FolderTarget final : public ConvertTarget {
   bool committed_ = false;
 };
 
+/// Makes the names in a folder durable, where that works: what they name is durable already, and will be found soon.
+void sync_folder(const fs::path& path) {
+  const int folder = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return;
+  ::fsync(folder);
+  ::close(folder);
+}
+
 class FileTarget final : public ConvertTarget {
  public:
-  FileTarget(const fs::path& destination, bool overwrite)
-      : destination_(fs::absolute(destination)), overwrite_(overwrite) {
+  FileTarget(const fs::path& destination, bool overwrite) : overwrite_(overwrite) {
     std::error_code error;
+    destination_ = fs::absolute(destination, error);
+    FSDP2_CHECK(!error, kIo, "[dcp] resolving ", destination.string(), " failed: ", error.message());
     const fs::file_status status = fs::symlink_status(destination_, error);
+    FSDP2_CHECK(status.type() != fs::file_type::none, kIo, "[dcp] looking at ", destination_.string(),
+                " failed: ", error.message());
     if (fs::exists(status)) {
       FSDP2_CHECK(fs::is_regular_file(status), kInvalidArgument, "[dcp] cannot write ", destination_.string(),
                   ": it is not a regular file");
       FSDP2_CHECK(overwrite, kInvalidArgument, "[dcp] cannot write ", destination_.string(),
                   ": it is there already; choose another path or set overwrite = true");
     }
+    for (fs::path path = destination_.parent_path(); path.has_relative_path() && !fs::exists(path, error);
+         path = path.parent_path())
+      changed_folders_.push_back(path.parent_path());
     fs::create_directories(destination_.parent_path(), error);
     FSDP2_CHECK(!error, kIo, "[dcp] making the folder ", destination_.parent_path().string(),
                 " failed: ", error.message());
@@ -81,14 +96,13 @@ class FileTarget final : public ConvertTarget {
       result = ::rename(staged_.c_str(), destination_.c_str());
     FSDP2_CHECK(result == 0, kIo, "[dcp] renaming the finished file to ", destination_.string(),
                 " failed: ", std::strerror(errno));
-    const int folder = ::open(destination_.parent_path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0) return;  // the file itself is durable, its name will be soon
-    ::fsync(folder);
-    ::close(folder);
+    sync_folder(destination_.parent_path());
+    for (const fs::path& folder : changed_folders_) sync_folder(folder);
   }
 
  private:
   fs::path destination_, staged_;
+  std::vector<fs::path> changed_folders_;  // those above its own one in which one was made
   bool overwrite_;
 };
 

@@ -23,7 +23,10 @@ using namespace detail;
 // replaces, for a moment, where the file system cannot swap two folders.
 constexpr std::string_view kStagingMark = ".staging-", kOldMark = "-old";
 
-std::string text_of(const Error& error) { return error.what_without_backtrace(); }
+std::string text_of(const std::exception& error) {
+  const auto* ours = dynamic_cast<const c10::Error*>(&error);
+  return ours ? ours->what_without_backtrace() : error.what();
+}
 
 /// Whether the files of a folder are those of a checkpoint that was finished.
 bool describes(const std::vector<std::string>& files) {
@@ -54,6 +57,8 @@ bool is_damaged(Storage& storage, const std::filesystem::path& checkpoint) {
     return false;
   } catch (const Error& error) {
     return error.code() == ErrorCode::kCorruption || error.code() == ErrorCode::kNotFound;
+  } catch (const std::exception&) {
+    return false;  // of a storage of the user: like the code of ours that says nothing about the file
   }
 }
 
@@ -181,7 +186,7 @@ void CheckpointManager::clear_leftovers() const {
   for (const std::string& name : list().leftovers) {
     try {
       options_.save.storage->remove(folder_ / name);
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       FSDP2_LOG_WARN("[dcp] what an interrupted save left behind stays: ", text_of(error));
     }
   }
@@ -199,18 +204,20 @@ void CheckpointManager::prune(int64_t saved) const {
         options_.save.storage->remove(info.path);
       }
     }
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
+    // Whatever a storage throws: the other ranks have saved, and go on without asking this one.
     FSDP2_LOG_WARN("[dcp] an old checkpoint stays: ", text_of(error));
   }
 }
 
 void CheckpointManager::save(int64_t step, const StateDict& state) {
   wait();
-  FSDP2_CHECK(step >= 0 && step < 1'000'000'000'000'000'000, kInvalidArgument,
-              "[dcp] a checkpoint cannot be saved as step ", step, "; steps are 0 or more, and have at most 18 digits");
   const Exchange exchange(options_.save.group);
   const std::filesystem::path target = path(step);
   const std::vector<std::string> views = exchange.gather("starting to save", [&] {
+    FSDP2_CHECK(step >= 0 && step < 1'000'000'000'000'000'000, kInvalidArgument,
+                "[dcp] a checkpoint cannot be saved as step ", step,
+                "; steps are 0 or more, and have at most 18 digits");
     ByteWriter out;
     out.number(step);
     if (exchange.rank() != 0) return out.take();
@@ -268,6 +275,10 @@ ResumeReport CheckpointManager::load_latest(StateDict& state) {
     } catch (const Error& error) {
       failure = std::current_exception();
       verdict = static_cast<char>(error.code()) + text_of(error);
+    } catch (const std::exception& error) {
+      // Of torch, a storage or an object of the user. The other ranks wait for a verdict all the same.
+      failure = std::current_exception();
+      verdict = static_cast<char>(ErrorCode::kIo) + text_of(error);
     }
     // Ranks may see different errors, or none: what they do next has to be the same.
     const std::vector<std::string> verdicts = exchange.gather("loading a checkpoint", [&] {

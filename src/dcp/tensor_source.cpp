@@ -17,15 +17,12 @@ bool is_rank_metadata(const std::string& name) { return name.starts_with("__") &
 Format detect_folder(const fs::path& folder) {
   bool safetensors = false, nested = false;
   std::string other;
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    const std::string name = entry.path().filename().string();
+  for (const std::string& name : local_storage()->list(folder)) {
     if (name == kMetadataName || is_rank_metadata(name)) return Format::Dcp;
     safetensors |= name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
-    nested |= name == "sharded";
+    nested |= name == "sharded/";
     if (name.ends_with(".distcp")) other = "; it holds .distcp files but no .metadata: that save did not finish";
   }
-  FSDP2_CHECK(!error, kIo, "[dcp] listing ", folder.string(), " failed: ", error.message());
   if (safetensors) return Format::Safetensors;
   if (nested) other = "; its folder sharded/ may be one, name that";
   FSDP2_THROW(kNotFound, "[dcp] ", folder.string(), " is not a checkpoint: it has neither .metadata nor *.safetensors",
@@ -38,6 +35,8 @@ Format detect_format(const fs::path& path) {
   std::error_code error;
   const fs::file_status status = fs::status(path, error);
   FSDP2_CHECK(status.type() != fs::file_type::not_found, kNotFound, "[dcp] there is nothing at ", path.string());
+  FSDP2_CHECK(status.type() != fs::file_type::none, kIo, "[dcp] looking at ", path.string(),
+              " failed: ", error.message());
   if (status.type() == fs::file_type::directory) return detect_folder(path);
   FSDP2_CHECK(status.type() == fs::file_type::regular, kInvalidArgument, "[dcp] ", path.string(),
               " is neither a folder nor a regular file");

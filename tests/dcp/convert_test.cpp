@@ -2,24 +2,66 @@
 // Converting from C++: the cuts of fully_shard, patterns, pieces, values that do not fit, and a result that changed.
 
 #include <ATen/ATen.h>
+#include <dirent.h>
+#include <dlfcn.h>
 #include <fsdp2/dcp/convert.h>
 #include <fsdp2/dcp/dcp.h>
 #include <fsdp2/error.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <limits>
+#include <mutex>
+#include <set>
+#include <utility>
 
 #include "dcp/convert_output.h"
 #include "dcp/key_patterns.h"
 #include "dcp/tensor_source.h"
 #include "support/ranks.h"
 
+namespace {
+
+bool listing_fails = false;                     // after the first entry
+std::set<std::string>* synced_files = nullptr;  // and folders; where a test wants them
+
+}  // namespace
+
+// In front of those of the C library, also for the libraries that this program uses.
+extern "C" __attribute__((visibility("default"))) dirent* readdir(DIR* folder) {
+  static auto* const real = reinterpret_cast<dirent* (*)(DIR*)>(::dlsym(RTLD_NEXT, "readdir"));
+  static DIR* gave_one = nullptr;
+  if (listing_fails && std::exchange(gave_one, nullptr) == folder) {
+    errno = EIO;
+    return nullptr;
+  }
+  dirent* const entry = real(folder);
+  if (listing_fails && entry && entry->d_name[0] != '.') gave_one = folder;
+  return entry;
+}
+extern "C" __attribute__((visibility("default"))) int fsync(int file) {
+  static auto* const real = reinterpret_cast<int (*)(int)>(::dlsym(RTLD_NEXT, "fsync"));
+  static std::mutex mutex;  // a save has several threads
+  if (synced_files) {
+    const std::lock_guard guard(mutex);
+    synced_files->insert(std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(file)).string());
+  }
+  return real(file);
+}
+
 namespace fsdp2::dcp {
 namespace {
 
 namespace fs = std::filesystem;
 using fsdp2::testing::TempDir;
+
+std::set<std::string> names_in(const fs::path& folder) {
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) names.insert(entry.path().filename().string());
+  return names;
+}
 
 TEST(Convert, StarsStandForAnyText) {
   const auto texts = [](const char* pattern, const char* key) {
@@ -134,6 +176,64 @@ TEST(Convert, GoesRoundThroughEveryFormat) {
   }
   report = convert(dir.path() + "/dcp", dir.path() + "/all.safetensors");
   EXPECT_EQ(report.left_out, (std::vector<std::string>{"step", "pair"}));
+}
+
+TEST(Convert, OfWhatIsReplacedNothingStays) {
+  const TempDir dir;
+  const fs::path source = dir.path() + "/dcp", out = dir.path() + "/out";
+  save(sample(), source);
+  size_t open_files = 0;
+  for (int i = 0; i < 3; ++i) {
+    convert(source, out, {.format = Format::Dcp, .overwrite = true, .ranks = i + 1});
+    EXPECT_EQ(names_in(dir.path()), (std::set<std::string>{"dcp", "out"}));
+    const size_t now = names_in("/proc/self/fd").size();
+    if (i == 0) open_files = now;
+    EXPECT_EQ(now, open_files) << "the lock on the place where it grew";
+  }
+  EXPECT_EQ(Reader(out).read("step").integer(), 5);
+}
+
+TEST(Convert, AFolderThatCannotBeListedIsAnError) {
+  const TempDir dir;
+  const fs::path checkpoint = dir.path() + "/dcp";
+  const auto storage = local_storage();
+  save(sample(), checkpoint);
+  const std::string place = storage->begin(dir.path() + "/next", false);
+  storage->create(place, "__0_0.distcp")->finish();
+  listing_fails = true;
+  EXPECT_FSDP2_ERROR(inspect(checkpoint), kIo, "Input/output error");
+  EXPECT_FSDP2_ERROR(storage->list(checkpoint), kIo, "Input/output error");
+  EXPECT_FSDP2_ERROR(storage->begin(checkpoint, true), kIo, "Input/output error");
+  EXPECT_FSDP2_ERROR(storage->remove(checkpoint), kIo, "Input/output error");
+  storage->clean(place, 0, 1);  // says nothing, and ends nothing
+  listing_fails = false;
+  EXPECT_EQ(inspect(checkpoint).items.size(), 4u);
+}
+
+TEST(Convert, WhyAPathCannotBeLookedAtIsSaid) {
+  const TempDir dir;
+  const fs::path source = dir.path() + "/dcp", circle = dir.path() + "/circle";
+  const std::string long_name(300, 'x');
+  save(sample(), source);
+  fs::create_symlink("circle", circle);
+  EXPECT_FSDP2_ERROR(inspect(circle), kIo, "Too many levels of symbolic links");
+  EXPECT_FSDP2_ERROR(save(sample(), circle), kIo, "Too many levels of symbolic links");
+  EXPECT_FSDP2_ERROR(convert(source, dir.path() + "/" + long_name), kIo, "File name too long");
+  EXPECT_FSDP2_ERROR(convert(source, dir.path() + "/" + long_name + ".safetensors"), kIo, "File name too long");
+}
+
+/// A crash of the machine may take a folder whose name was never made durable, with all that is in it.
+TEST(Convert, TheNamesOfAllFoldersThatWereMadeAreDurable) {
+  const TempDir dir;
+  const std::string top = fs::canonical(dir.path()).string();
+  std::set<std::string> synced;
+  synced_files = &synced;
+  save(sample(), top + "/a/b/dcp");
+  for (const char* folder : {"", "/a", "/a/b"}) EXPECT_TRUE(synced.count(top + folder)) << folder;
+  synced.clear();
+  convert(top + "/a/b/dcp", top + "/c/d/all.safetensors");
+  for (const char* folder : {"", "/c", "/c/d"}) EXPECT_TRUE(synced.count(top + folder)) << folder;
+  synced_files = nullptr;
 }
 
 TEST(Convert, ACastThatMakesValuesInfiniteIsAnError) {

@@ -6,6 +6,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <stdexcept>
 
 #include "dcp/hooked_storage.h"
 #include "dcp/same.h"
@@ -198,15 +199,22 @@ TEST(CheckpointManager, DamageIsSteppedOverAndAStateThatDoesNotFitIsNot) {
 
 TEST(CheckpointManager, AnOldOneThatCannotBeRemovedIsAWarning) {
   const TempDir folder;
-  const auto storage = std::make_shared<HookedStorage>([](const std::string& operation, const std::string& name) {
-    FSDP2_CHECK(operation != "remove", kIo, "cannot remove ", name);
-  });
-  CheckpointManager manager(folder.path() + "/run", {.keep_last = 1, .save = {.storage = storage}});
-  manager.save(1, state_of(1));
-  const LogLines log;
-  manager.save(2, state_of(2));
-  EXPECT_TRUE(log.contain("cannot remove")) << log.text();
-  EXPECT_EQ(manager.all().size(), 2u);
+  for (const bool own_error : {true, false}) {
+    const auto storage = std::make_shared<HookedStorage>([&](const std::string& operation, const std::string& name) {
+      if (operation != "remove") return;
+      FSDP2_CHECK(!own_error, kIo, "cannot remove ", name);
+      throw std::runtime_error("cannot remove " + name);
+    });
+    const fs::path run = folder.path() + "/run" + std::to_string(own_error);
+    CheckpointManager manager(run, {.keep_last = 1, .save = {.storage = storage}});
+    manager.save(1, state_of(1));
+    fs::create_directory(run / ".step-00000007.staging-0123456789abcdef");
+    const LogLines log;
+    manager.save(2, state_of(2));
+    EXPECT_TRUE(log.contain("an old checkpoint stays: cannot remove")) << log.text();
+    EXPECT_TRUE(log.contain("interrupted save left behind stays: cannot remove")) << log.text();
+    EXPECT_EQ(manager.all().size(), 2u);
+  }
 }
 
 TEST(CheckpointManager, WrongArgumentsAreNamed) {
@@ -242,6 +250,32 @@ RANKS_TEST(CheckpointManager, SavesInTheBackgroundOnSeveralRanks, 2) {
   EXPECT_FSDP2_ERROR(manager.wait(), kInvalidArgument, "overwrite");
   manager.wait();
   EXPECT_TRUE(same(loaded, sharded(3)));
+  barrier();
+  if (rank == 0) fs::remove_all(folder);
+}
+
+/// Fails on rank 1 alone, with an exception of its own.
+struct FailsOnRank1 final : dcp::Stateful {
+  StateDict state_dict() override { return {{"epoch", 1}}; }
+  void load_state_dict(const StateDict&) override {
+    if (get_rank() == 1) throw std::runtime_error("the cursor is stuck");
+  }
+};
+
+RANKS_TEST(CheckpointManager, WhatOneRankAloneThrowsEndsTheOthersToo, 2) {
+  const std::string folder = all_gather_strings(rank == 0 ? TempDir().path() : "")[0];
+  CheckpointManager manager(folder);
+  EXPECT_FSDP2_ERROR(manager.save(rank == 1 ? -1 : 1, state_of(1)), kInvalidArgument, "step -1");
+  StateDict state = state_of(1);
+  state["cursor"] = std::make_shared<FailsOnRank1>();
+  manager.save(1, state);
+  std::string said;
+  try {
+    manager.load_latest(state);
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  EXPECT_NE(said.find("the cursor is stuck"), std::string::npos) << said;
   barrier();
   if (rank == 0) fs::remove_all(folder);
 }

@@ -163,6 +163,8 @@ TEST_F(CheckpointProgram, ReplacesOnlyWhenTold) {
   expect(good({"inspect", path("twice")}), {"safetensors, 11 tensors"});
   good({"reshard", path("twice"), path("twice"), "--ranks", "2", "--overwrite"});
   expect(good({"inspect", path("twice")}), {"DCP, 11 tensors", "written by 2 ranks"});
+  for (const std::string& name : names_in(path("")))
+    EXPECT_EQ(name.find(".staging-"), std::string::npos) << name << ": what was replaced is gone";
   // Other things are left alone.
   fs::create_directory(path("mine"));
   std::ofstream(path("mine/thesis.tex")) << "...";
