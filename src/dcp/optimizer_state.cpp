@@ -3,6 +3,8 @@
 #include <ATen/Functions.h>
 #include <fsdp2/error.h>
 
+#include <unordered_set>
+
 #include "dcp/local_parts.h"
 #include "dcp/optimizer_forms.h"
 #include "dcp/value_rep.h"

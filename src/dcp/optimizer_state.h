@@ -69,8 +69,8 @@ class OptimizerSetter {
 
   std::vector<std::pair<torch::optim::OptimizerParamGroup*, const StateDict*>> hyper_parameters_;
   std::vector<Change> changes_;
-  size_t found_ = 0, absent_ = 0, ungrouped_ = 0;
-  std::string first_absent_, first_ungrouped_;
+  size_t found_ = 0, absent_ = 0;
+  std::string first_absent_;
 };
 
 }  // namespace fsdp2::dcp::detail

@@ -19,7 +19,7 @@ namespace fsdp2::dcp::detail {
 struct ItemLocation {
   std::string file;
   /// Of a tensor in a safetensors blob: where the blob starts, and the bytes of the tensor; the blob's header says the
-  /// rest. The metadata do not tell blobs from archives, the first bytes at `offset` do (see item_source.h).
+  /// rest. The metadata do not tell blobs from archives, the first bytes at `offset` do (see checkpoint_files.cpp).
   uint64_t offset = 0, length = 0;
   bool present = false;  // the metadata name a place for it
   /// What was done to the item's bytes, the last first, e.g. "stream.zstd/1"; `length` is that of the result.
