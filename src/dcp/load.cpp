@@ -85,8 +85,10 @@ class Loader {
     std::string whole;
     if (broadcast) {
       whole = no_bits();
+      std::map<const void*, int> users;  // what arrives in shared memory would go out again under another key
+      for (const TensorTask& task : tensors_) ++users[memory_of(task)];
       for (const TensorTask& task : tensors_) {
-        if (can_be_broadcast(task)) set_bit(whole, task.entry);
+        if (can_be_broadcast(task) && users[memory_of(task)] == 1) set_bit(whole, task.entry);
       }
     }
     ByteWriter out;
@@ -284,6 +286,12 @@ class Loader {
     return {places[0].file, places[0].offset};
   }
 
+  static const void* memory_of(const TensorTask& task) {
+    const at::Tensor& tensor = task.value->tensor();
+    const fsdp2::detail::DTensorSpec* spec = fsdp2::detail::spec_of(tensor);
+    return (spec ? spec->local : tensor).storage().unsafeGetStorageImpl();
+  }
+
   bool can_be_broadcast(const TensorTask& task) const {
     const at::Tensor& tensor = task.value->tensor();
     if (task.reshaped || tensor.scalar_type() != files_.tensor(task.entry)->dtype) return false;
@@ -385,7 +393,12 @@ LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadO
     return std::string();
   });
   loader->broadcast(options.group);
-  return loader->finish();
+  LoadReport report;
+  exchange.gather("loading values and objects", [&] {  // load_state_dict() of users may throw
+    report = loader->finish();
+    return std::string();
+  });
+  return report;
 }
 
 }  // namespace fsdp2::dcp
