@@ -13,6 +13,7 @@
 #include "dcp/exchange.h"
 #include "dcp/file_names.h"
 #include "dcp/metadata_files.h"
+#include "dcp/save_run.h"
 
 namespace fsdp2::dcp {
 namespace {
@@ -215,6 +216,7 @@ void CheckpointManager::save(int64_t step, const StateDict& state) {
   const Exchange exchange(options_.save.group);
   const std::filesystem::path target = path(step);
   const std::vector<std::string> views = exchange.gather("starting to save", [&] {
+    finish_async_save();  // perhaps of another manager, whose staging folder would look like a leftover
     FSDP2_CHECK(step >= 0 && step < 1'000'000'000'000'000'000, kInvalidArgument,
                 "[dcp] a checkpoint cannot be saved as step ", step,
                 "; steps are 0 or more, and have at most 18 digits");
