@@ -9,7 +9,7 @@
 #include <exception>
 #include <map>
 #include <optional>
-#include <set>
+#include <string>
 #include <tuple>
 #include <unordered_set>
 
@@ -304,7 +304,7 @@ class Loader {
 
   void fill_tensor(TensorTask& task) {
     const std::vector<LocalPart> parts = local_parts(task.value->tensor(), task.fqn);
-    if (is_filled(parts)) return;
+    if (const std::string* first = filled_before(parts, task.fqn)) return check_same(task, parts, *first);
     const fsdp2::detail::BelowDTensor below;
     const TensorEntry& saved = *files_.tensor(task.entry);
     for (size_t i = 0; i < saved.chunks.size(); ++i) {
@@ -334,11 +334,34 @@ class Loader {
     return data;
   }
 
-  /// Tied tensors are the same memory under several keys: one read is enough.
-  bool is_filled(const std::vector<LocalPart>& parts) {
-    if (parts.empty() || parts[0].data.numel() == 0) return false;
+  /// Tied tensors are the same memory under several keys: the first one fills it, and is returned for the others.
+  const std::string* filled_before(const std::vector<LocalPart>& parts, const std::string& fqn) {
+    if (parts.empty() || parts[0].data.numel() == 0) return nullptr;
     const at::Tensor& data = parts[0].data;
-    return !filled_.emplace(data.data_ptr(), data.sizes().vec(), data.strides().vec(), data.scalar_type()).second;
+    const auto [known, fresh] = filled_.try_emplace(
+        std::make_tuple(data.data_ptr(), data.sizes().vec(), data.strides().vec(), data.scalar_type()), fqn);
+    return fresh ? nullptr : &known->second;
+  }
+
+  /// One memory cannot hold what was saved with two values.
+  void check_same(const TensorTask& task, const std::vector<LocalPart>& parts, const std::string& first) {
+    const fsdp2::detail::BelowDTensor below;
+    const TensorEntry& saved = *files_.tensor(task.entry);
+    for (size_t i = 0; i < saved.chunks.size() && !task.reshaped; ++i) {
+      for (const LocalPart& part : parts) {
+        std::optional<Chunk> meet = part.data.numel() > 0 ? intersect(saved.chunks[i], part.box) : std::nullopt;
+        if (!meet) continue;
+        const at::Tensor there = window(part.data, *meet, part.box).contiguous();
+        for (size_t d = 0; d < meet->offsets.size(); ++d) meet->offsets[d] -= saved.chunks[i].offsets[d];
+        const at::Tensor here = at::empty_like(there);
+        files_.open_chunk(task.entry, i).copy_window(*meet, here);
+        const auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1}).view(at::kByte); };
+        FSDP2_CHECK(
+            bytes(here).equal(bytes(there)), kInvalidArgument, "[dcp] ", first, " and ", task.fqn,
+            " are one tensor in the target, and two with different values in the checkpoint; untie them, or leave "
+            "one of the keys out");
+      }
+    }
   }
 
   StateDict& state_;
@@ -352,7 +375,8 @@ class Loader {
   std::vector<TensorTask> tensors_;
   std::map<size_t, int> readers_;  // of the entries that are read by one rank and broadcast
   std::vector<ValueTask> values_;
-  std::set<std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>> filled_;
+  // First key by memory.
+  std::map<std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>, std::string> filled_;
 };
 
 }  // namespace

@@ -166,6 +166,18 @@ TEST(SaveOptions, KeysThatMayBeMissingOrUnexpected) {
   EXPECT_FALSE(matches("weight", "weights"));
 }
 
+TEST(SaveOptions, OneTensorUnderTwoKeysNeedsOneValue) {
+  const auto memory = dcp::make_memory_storage();
+  const torch::Tensor one = torch::arange(12, torch::kFloat).reshape({3, 4});
+  dcp::save({{"a", one}, {"b", one}}, "tied", {.storage = memory});
+  dcp::save({{"a", one}, {"b", one + 1}}, "untied", {.storage = memory});
+  const torch::Tensor shared = torch::zeros({3, 4});
+  dcp::StateDict target{{"a", shared}, {"b", shared}};
+  dcp::load(target, "tied", {.storage = memory});
+  EXPECT_TRUE(shared.equal(one));
+  EXPECT_FSDP2_ERROR(dcp::load(target, "untied", {.storage = memory}), kInvalidArgument, "a and b are one tensor");
+}
+
 TEST(SaveOptions, InMemory) {
   const auto memory = dcp::make_memory_storage();
   const dcp::StateDict state{{"x", torch::arange(5)}, {"s", "text"}};
