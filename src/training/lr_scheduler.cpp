@@ -91,8 +91,8 @@ void LRScheduler::load_state_dict(const dcp::StateDict& state) {
               " in _last_lr, the optimizers have ", base_lrs_.size(),
               " groups; make them with the groups they were saved with");
   for (const double rate : base_lrs)
-    FSDP2_CHECK(std::isfinite(rate), kInvalidArgument, "[lr_scheduler] base_lrs hold ", rate,
-                "; learning rates are finite numbers");
+    FSDP2_CHECK(std::isfinite(rate) && rate >= 0, kInvalidArgument, "[lr_scheduler] base_lrs hold ", rate,
+                "; learning rates are finite numbers from 0 on");
   apply(std::move(base_lrs), step);
   for (size_t i = 0; i < saved.size(); ++i) {
     if (std::abs(saved[i] - last_lr_[i]) <= kSameRate * std::abs(base_lrs_[i])) continue;

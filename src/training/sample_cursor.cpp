@@ -10,6 +10,8 @@
 namespace fsdp2 {
 namespace {
 
+constexpr int64_t kMaxEpoch = int64_t{1} << 62;  // the next ones can be counted
+
 /// The finalizer of SplitMix64: every bit of the result depends on every bit of the input.
 uint64_t mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15;
@@ -115,9 +117,9 @@ std::vector<int64_t> SampleCursor::next() {
 }
 
 void SampleCursor::set_position(int64_t epoch, int64_t position) {
-  FSDP2_CHECK(epoch >= 0 && position >= 0 && position <= options_.size, kInvalidArgument, "[sample_cursor] epoch ",
-              epoch, ", position ", position, " is not in the data set; epochs count from 0, positions lie in [0, ",
-              options_.size, "]");
+  FSDP2_CHECK(epoch >= 0 && epoch < kMaxEpoch && position >= 0 && position <= options_.size, kInvalidArgument,
+              "[sample_cursor] epoch ", epoch, ", position ", position, " is not in the data set; epochs lie in [0, ",
+              kMaxEpoch, "), positions in [0, ", options_.size, "]");
   epoch_ = epoch;
   position_ = position;
 }

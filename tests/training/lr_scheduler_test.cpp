@@ -168,6 +168,7 @@ TEST(LRScheduler, ABadStateChangesNothing) {
   refused("last_epoch", -1, "last_epoch is -1");
   refused("base_lrs", Values{1.0}, "1 base_lrs");
   refused("base_lrs", Values{1.0, std::nan("")}, "nan");
+  refused("base_lrs", Values{1.0, -0.5}, "from 0 on");
   refused("base_lrs", 1.0, "Double");
   StateDict state = scheduler.state_dict();
   state.erase("last_epoch");

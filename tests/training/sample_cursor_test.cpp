@@ -179,6 +179,8 @@ TEST(SampleCursor, WrongOptionsAndForeignStatesAreNamed) {
   EXPECT_FSDP2_ERROR(SampleCursor({.size = 3, .global_batch = 0}), kInvalidArgument, "global_batch is 0");
   EXPECT_FSDP2_ERROR(SampleCursor({.size = 3, .global_batch = 4}), kInvalidArgument, "drop_last");
   EXPECT_FSDP2_ERROR(SampleCursor({.size = 3, .global_batch = 1, .rank = 2}), kInvalidArgument, "rank 2 of 1");
+  SampleCursor far({.size = 3, .global_batch = 1});
+  EXPECT_FSDP2_ERROR(far.set_position(INT64_MAX, 0), kInvalidArgument, "epochs lie in");
   SampleCursor cursor({.size = 10, .global_batch = 2, .seed = 4});
   cursor.next();
   const StateDict good = cursor.state_dict();
