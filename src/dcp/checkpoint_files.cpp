@@ -8,6 +8,7 @@
 
 #include "dcp/file_writer.h"
 #include "dcp/geometry.h"
+#include "dcp/local_parts.h"
 #include "dcp/scalar_types.h"
 #include "dcp/transforms.h"
 
@@ -15,16 +16,6 @@ namespace fsdp2::dcp::detail {
 namespace {
 
 constexpr size_t kMaxOpenFiles = 64;
-
-at::Tensor part_of(at::Tensor tensor, const Chunk& box) {
-  for (size_t d = 0; d < box.sizes.size(); ++d)
-    tensor = tensor.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
-  return tensor;
-}
-
-std::shared_ptr<Storage> or_local(const std::shared_ptr<Storage>& storage) {
-  return storage ? storage : local_storage();
-}
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 #include "dcp/checkpoint_files.h"
 #include "dcp/file_names.h"
 #include "dcp/geometry.h"
+#include "dcp/local_parts.h"
 #include "dcp/tensor_source.h"
 
 namespace fsdp2::dcp::detail {
@@ -48,12 +49,8 @@ class DcpSource final : public TensorSource {
     for (size_t i = 0; i < tensor.chunks.size(); ++i) {
       const auto meet = intersect(tensor.chunks[i], box);
       if (!meet || *checked_numel(meet->sizes) == 0) continue;
-      Chunk window = *meet;  // in the chunk
-      at::Tensor to = result;
-      for (size_t d = 0; d < window.sizes.size(); ++d) {
-        to = to.narrow(static_cast<int64_t>(d), window.offsets[d] - box.offsets[d], window.sizes[d]);
-        window.offsets[d] -= tensor.chunks[i].offsets[d];
-      }
+      const Chunk window = relative_to(*meet, tensor.chunks[i].offsets);
+      const at::Tensor to = part_of(result, relative_to(*meet, box.offsets));
       chunk(item, i).copy_window(window, to);
     }
     return result;

@@ -6,12 +6,15 @@
 
 namespace fsdp2::dcp::detail {
 
+bool is_plain_file_name(std::string_view name) {
+  return !name.empty() && name.size() <= 255 && name != "." && name != ".." &&
+         name.find_first_of(std::string_view("/\\\0", 3)) == std::string_view::npos;
+}
+
 void check_file_name(const std::string& name) {
-  const bool plain = !name.empty() && name.size() <= 255 && name != "." && name != ".." &&
-                     name.find_first_of(std::string_view("/\\\0", 3)) == std::string::npos;
   std::string shown = name.substr(0, 100);
   std::replace(shown.begin(), shown.end(), '\0', '?');
-  FSDP2_CHECK(plain, kCorruption, "[dcp] the metadata point to the file '", shown,
+  FSDP2_CHECK(is_plain_file_name(name), kCorruption, "[dcp] the metadata point to the file '", shown,
               "', which is not a plain file name; files outside of the checkpoint folder are not read");
 }
 
@@ -20,6 +23,10 @@ bool is_checkpoint_file(std::string_view name) {
   if (name.ends_with(".safetensors") || name == "model.safetensors.index.json") return true;
   return name.starts_with("__") &&
          (name.ends_with(".distcp") || name.ends_with(".metadata") || name.ends_with(".metadata.tmp"));
+}
+
+std::shared_ptr<Storage> or_local(const std::shared_ptr<Storage>& storage) {
+  return storage ? storage : local_storage();
 }
 
 std::string read_file(Storage& storage, const std::filesystem::path& folder, const std::string& name) {

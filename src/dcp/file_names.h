@@ -4,6 +4,7 @@
 
 #include <fsdp2/dcp/storage.h>
 
+#include <memory>
 #include <string>
 #include <string_view>
 
@@ -12,10 +13,14 @@ namespace fsdp2::dcp::detail {
 inline constexpr const char* kMetadataName = ".metadata";
 inline constexpr const char* kChecksumsName = ".checksums";
 
-/// kCorruption unless `name` is a plain file name, as every writer makes them.
+/// Without folders, as every writer makes them.
+bool is_plain_file_name(std::string_view name);
+/// kCorruption unless it is one.
 void check_file_name(const std::string& name);
 /// Whether a writer of checkpoints could have made it.
 bool is_checkpoint_file(std::string_view name);
+/// The storage that an option names, or local_storage().
+std::shared_ptr<Storage> or_local(const std::shared_ptr<Storage>& storage);
 /// All of a file; kCorruption for an empty one, or one of 2 GiB and more.
 std::string read_file(Storage& storage, const std::filesystem::path& folder, const std::string& name);
 

@@ -31,6 +31,11 @@ std::optional<Chunk> intersect(const Chunk& a, const Chunk& b) {
   return result;
 }
 
+Chunk relative_to(Chunk box, const std::vector<int64_t>& origin) {
+  for (size_t d = 0; d < box.offsets.size(); ++d) box.offsets[d] -= origin[d];
+  return box;
+}
+
 std::string chunk_fault(const std::vector<int64_t>& sizes, const Chunk& chunk) {
   if (chunk.offsets.size() != sizes.size() || chunk.sizes.size() != sizes.size()) {
     return c10::str("a chunk has ", chunk.offsets.size(), " offsets and ", chunk.sizes.size(), " sizes");

@@ -15,32 +15,6 @@ size_t count_stars(std::string_view text) { return static_cast<size_t>(std::coun
 
 }  // namespace
 
-std::optional<std::vector<std::string_view>> match_texts(std::string_view pattern, std::string_view key) {
-  constexpr size_t kNone = std::string_view::npos;
-  std::vector<std::string_view> found;
-  size_t p = 0, k = 0, star = kNone, from = 0;  // the last star, and where its text begins
-  size_t end = 0;                               // of that text so far
-  while (true) {
-    if (p < pattern.size() && pattern[p] == '*') {
-      if (star != kNone) found.push_back(key.substr(from, end - from));
-      star = p++;
-      from = end = k;
-    } else if (p < pattern.size() && k < key.size() && pattern[p] == key[k]) {
-      ++p;
-      ++k;
-    } else if (p == pattern.size() && k == key.size()) {
-      break;
-    } else if (star != kNone && end < key.size()) {
-      p = star + 1;  // the star takes one character more
-      k = ++end;
-    } else {
-      return std::nullopt;
-    }
-  }
-  if (star != kNone) found.push_back(key.substr(from, end - from));
-  return found;
-}
-
 bool KeyPatterns::match(std::string_view key) {
   bool any = false;
   for (size_t i = 0; i < patterns_.size(); ++i) {

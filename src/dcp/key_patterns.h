@@ -12,9 +12,6 @@
 
 namespace fsdp2::dcp::detail {
 
-/// What the stars of a pattern stand for where it matches all of `key`, each as short as possible.
-std::optional<std::vector<std::string_view>> match_texts(std::string_view pattern, std::string_view key);
-
 /// The patterns of an option. Remembers which of them were of use.
 class KeyPatterns {
  public:

@@ -316,22 +316,13 @@ class Loader {
             part.data.copy_(files_.open_chunk(task.entry, i).whole().reshape(part.data.sizes()));
           continue;
         }
-        std::optional<Chunk> meet = part.data.numel() > 0 ? intersect(from, part.box) : std::nullopt;
+        const std::optional<Chunk> meet = part.data.numel() > 0 ? intersect(from, part.box) : std::nullopt;
         if (!meet) continue;
         if (!item) item.emplace(files_.open_chunk(task.entry, i));
-        const at::Tensor to = window(part.data, *meet, part.box);
-        for (size_t d = 0; d < meet->offsets.size(); ++d) meet->offsets[d] -= from.offsets[d];
-        item->copy_window(*meet, to);
+        const at::Tensor to = part_of(part.data, relative_to(*meet, part.box.offsets));
+        item->copy_window(relative_to(*meet, from.offsets), to);
       }
     }
-  }
-
-  /// The part of `data`, which lies at `box`, that is at `meet`.
-  static at::Tensor window(at::Tensor data, const Chunk& meet, const Chunk& box) {
-    for (size_t d = 0; d < meet.sizes.size(); ++d) {
-      data = data.narrow(static_cast<int64_t>(d), meet.offsets[d] - box.offsets[d], meet.sizes[d]);
-    }
-    return data;
   }
 
   /// Tied tensors are the same memory under several keys: the first one fills it, and is returned for the others.
@@ -349,12 +340,11 @@ class Loader {
     const TensorEntry& saved = *files_.tensor(task.entry);
     for (size_t i = 0; i < saved.chunks.size() && !task.reshaped; ++i) {
       for (const LocalPart& part : parts) {
-        std::optional<Chunk> meet = part.data.numel() > 0 ? intersect(saved.chunks[i], part.box) : std::nullopt;
+        const std::optional<Chunk> meet = part.data.numel() > 0 ? intersect(saved.chunks[i], part.box) : std::nullopt;
         if (!meet) continue;
-        const at::Tensor there = window(part.data, *meet, part.box).contiguous();
-        for (size_t d = 0; d < meet->offsets.size(); ++d) meet->offsets[d] -= saved.chunks[i].offsets[d];
+        const at::Tensor there = part_of(part.data, relative_to(*meet, part.box.offsets)).contiguous();
         const at::Tensor here = at::empty_like(there);
-        files_.open_chunk(task.entry, i).copy_window(*meet, here);
+        files_.open_chunk(task.entry, i).copy_window(relative_to(*meet, saved.chunks[i].offsets), here);
         const auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1}).view(at::kByte); };
         FSDP2_CHECK(
             bytes(here).equal(bytes(there)), kInvalidArgument, "[dcp] ", first, " and ", task.fqn,
@@ -385,7 +375,7 @@ LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadO
   const at::NoGradGuard no_grad;
   const c10::InferenceMode normal_mode(false);
   const Exchange exchange(options.group);
-  const std::shared_ptr<Storage> storage = options.storage ? options.storage : local_storage();
+  const std::shared_ptr<Storage> storage = or_local(options.storage);
   std::exception_ptr earlier;  // on every rank before any step: told once, and together
   try {
     finish_async_save();  // it may be what is loaded

@@ -285,9 +285,7 @@ class Decoder {
 
   std::string file_name(std::string_view fqn, Ref info) const {
     const std::string_view name = string(needed(info, "relative_path", fqn), "a file name");
-    const bool plain = !name.empty() && name.size() <= 255 && name != "." && name != ".." &&
-                       name.find_first_of(std::string_view("/\\\0", 3)) == std::string_view::npos;
-    if (!plain) {
+    if (!is_plain_file_name(name)) {
       fail("the metadata point to the file '", shown(name), "' for ", shown(fqn),
            ", which is not a plain file name; files outside of the checkpoint folder are not read");
     }

@@ -33,13 +33,6 @@ void collect(torch::nn::Module& module, const std::string& prefix, std::vector<N
   for (const auto& child : module.named_children()) collect(*child.value(), prefix + child.key() + ".", out);
 }
 
-at::Tensor window(at::Tensor whole, const Chunk& box) {
-  for (size_t d = 0; d < box.sizes.size(); ++d) {
-    whole = whole.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
-  }
-  return whole;
-}
-
 /// All names under which `wanted` is in `module`, each with a dot behind; "" for the module itself.
 void find_prefixes(torch::nn::Module& module, const torch::nn::Module& wanted, const std::string& prefix,
                    std::vector<std::string>& out) {
@@ -164,7 +157,7 @@ void assign_tensor(at::Tensor target, const at::Tensor& value, const std::string
   } else {
     const at::Tensor whole = value.reshape(target.sizes());
     for (const LocalPart& part : local_parts(filled, fqn)) {
-      at::Tensor(part.data).copy_(window(whole, part.box));
+      at::Tensor(part.data).copy_(part_of(whole, part.box));
     }
   }
   fsdp2::detail::forget_unwritten(target);

@@ -1,10 +1,14 @@
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace fsdp2::dcp::detail {
+
+/// What the stars of a pattern stand for where it matches all of `key`, each as short as possible.
+std::optional<std::vector<std::string_view>> match_texts(std::string_view pattern, std::string_view key);
 
 /// Whether `text` is `pattern`, in which each * stands for any text, also none.
 bool matches(std::string_view pattern, std::string_view text);

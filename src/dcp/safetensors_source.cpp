@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "dcp/geometry.h"
+#include "dcp/local_parts.h"
 #include "dcp/safetensors.h"
 #include "dcp/safetensors_folder.h"
 #include "dcp/scalar_types.h"
@@ -88,12 +89,8 @@ class SafetensorsSource final : public TensorSource {
     for (size_t i = 0; i < tensor.chunks.size(); ++i) {
       const auto meet = intersect(tensor.chunks[i], box);
       if (!meet || *checked_numel(meet->sizes) == 0) continue;
-      Chunk window = *meet;
-      at::Tensor to = result;
-      for (size_t d = 0; d < window.sizes.size(); ++d) {
-        to = to.narrow(static_cast<int64_t>(d), window.offsets[d] - box.offsets[d], window.sizes[d]);
-        window.offsets[d] -= tensor.chunks[i].offsets[d];
-      }
+      const Chunk window = relative_to(*meet, tensor.chunks[i].offsets);
+      const at::Tensor to = part_of(result, relative_to(*meet, box.offsets));
       const Place& place = places_[index][i];
       TensorItem(ByteRange(file(place.file), place.begin, place.length, items_[index].key), uint64_t{0}, tensor.dtype,
                  tensor.chunks[i].sizes)

@@ -213,11 +213,7 @@ class SaveRun {
  public:
   SaveRun(const Exchange& exchange, const std::filesystem::path& path, const SaveOptions& options,
           WriteProgress* progress)
-      : exchange_(exchange),
-        path_(path),
-        options_(options),
-        progress_(progress),
-        storage_(options.storage ? options.storage : local_storage()) {}
+      : exchange_(exchange), path_(path), options_(options), progress_(progress), storage_(or_local(options.storage)) {}
 
   Metadata run(const std::function<std::vector<SaveItem>()>& make_items) {
     try {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "dcp/geometry.h"
+#include "dcp/local_parts.h"
 #include "dcp/named_errors.h"
 #include "dcp/scalar_types.h"
 #include "pickle/reader.h"
@@ -245,10 +246,7 @@ at::Tensor TensorItem::whole() {
 
 void TensorItem::copy_window(const Chunk& window, const at::Tensor& to) {
   if (!stored_.is_plain()) {
-    at::Tensor part = read_permuted();
-    for (size_t d = 0; d < window.sizes.size(); ++d)
-      part = part.narrow(static_cast<int64_t>(d), window.offsets[d], window.sizes[d]);
-    to.copy_(part);
+    to.copy_(part_of(read_permuted(), window));
     return;
   }
   Pass pass(*this);

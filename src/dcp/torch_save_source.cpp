@@ -2,6 +2,7 @@
 #include <fsdp2/error.h>
 
 #include "dcp/item.h"
+#include "dcp/local_parts.h"
 #include "dcp/tensor_source.h"
 
 namespace fsdp2::dcp::detail {
@@ -34,10 +35,7 @@ class TorchSaveSource final : public TensorSource {
   }
 
   at::Tensor read(size_t item, const Chunk& box) override {
-    at::Tensor tensor = storable(values_[item]->tensor(), items_[item].key);
-    for (size_t d = 0; d < box.sizes.size(); ++d)
-      tensor = tensor.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
-    return tensor.contiguous();
+    return part_of(storable(values_[item]->tensor(), items_[item].key), box).contiguous();
   }
   Value value(size_t item) override { return *values_[item]; }
   std::vector<std::string> files_of(size_t) const override { return {path_.filename().string()}; }

@@ -21,10 +21,7 @@ class Verifier {
   using Progress = std::function<void(uint64_t, uint64_t)>;
 
   Verifier(const std::filesystem::path& path, const LoadOptions& options, const Progress& progress)
-      : path_(path),
-        options_(options),
-        progress_(progress),
-        storage_(options.storage ? options.storage : local_storage()) {}
+      : path_(path), options_(options), progress_(progress), storage_(or_local(options.storage)) {}
 
   VerifyReport run() {
     std::optional<CheckpointFiles> files;

@@ -19,6 +19,7 @@
 
 #include "dcp/convert_output.h"
 #include "dcp/key_patterns.h"
+#include "dcp/patterns.h"
 #include "dcp/tensor_source.h"
 #include "support/ranks.h"
 

@@ -5,7 +5,6 @@ import glob
 import json
 import os
 import sys
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_peer import run_ranks
 
 
 def numbers(*sizes, dtype=torch.float32, seed=1):
@@ -166,30 +167,11 @@ def check(folder):
     same_dcp(f"{folder}/linear", torch.load(f"{folder}/linear.pt"))
 
 
-def run_ranks(body):
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                body(rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    if any([os.waitpid(child, 0)[1] for child in children]):
-        sys.exit(1)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = sys.argv[2]
     if sys.argv[1] == "make":
-        run_ranks(lambda rank: make(folder, rank))
+        run_ranks(2, lambda rank: make(folder, rank))
         dcp.save({"x": numbers(4, 4)}, checkpoint_id=f"{folder}/reused", no_dist=True)
     else:
         check(folder)
