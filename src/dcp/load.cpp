@@ -80,7 +80,7 @@ class Loader {
   }
 
   /// What the other ranks need to know: one bit for each entry that this rank asked for; and, where `broadcast`, one
-  /// for each that it wants as a whole, in memory that a broadcast can fill.
+  /// for each that it wants as a whole, in memory that a broadcast can fill. And how many objects it has.
   std::string encode(bool broadcast) const {
     std::string whole;
     if (broadcast) {
@@ -94,6 +94,7 @@ class Loader {
     ByteWriter out;
     out.text(asked_);
     out.text(whole);
+    out.number(uint64_t{objects_.size()});
     return out.take();
   }
 
@@ -105,6 +106,7 @@ class Loader {
       ByteReader in(message);
       asked.push_back(in.text());
       whole.push_back(in.text());
+      any_objects_ = any_objects_ || in.number<uint64_t>() > 0;
     }
     for (size_t entry = 0; entry < files_.stored().metadata.entries.size(); ++entry) {
       const bool by_any =
@@ -140,6 +142,9 @@ class Loader {
           .wait();
     }
   }
+
+  /// Whether finish() runs code of users, on any rank. Nothing else in it can fail.
+  bool any_objects() const { return any_objects_; }
 
   LoadReport finish() {
     for (ValueTask& task : values_) {
@@ -362,6 +367,7 @@ class Loader {
   LoadReport report_;
   Absences absences_;
   std::vector<LoadedObject> objects_;
+  bool any_objects_ = false;  // on any rank
   std::vector<TensorTask> tensors_;
   std::map<size_t, int> readers_;  // of the entries that are read by one rank and broadcast
   std::vector<ValueTask> values_;
@@ -407,8 +413,9 @@ LoadReport load(StateDict& state, const std::filesystem::path& path, const LoadO
     return std::string();
   });
   loader->broadcast(options.group);
+  if (!loader->any_objects()) return loader->finish();
   LoadReport report;
-  exchange.gather("loading values and objects", [&] {  // load_state_dict() of users may throw
+  exchange.gather("loading values and objects", [&] {
     report = loader->finish();
     return std::string();
   });
