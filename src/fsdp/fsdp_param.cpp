@@ -3,6 +3,8 @@
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
 
+#include <utility>
+
 #include <fsdp2/error.h>
 
 #include "fsdp/unsharded_memory.h"
@@ -33,6 +35,11 @@ FSDPParam::FSDPParam(const Tensor& param, std::string fqn, const DataParallelMes
   for (int64_t dim = 0; dim < static_cast<int64_t>(sizes_.size()); ++dim) {
     (dim < shard_dim ? geometry_.outer : dim == shard_dim ? geometry_.rows : geometry_.inner) *= sizes_[dim];
   }
+}
+
+FSDPParam::~FSDPParam() {
+  // What autograd still holds of it must not outlive the mapping.
+  if (whole_.defined() && whole_is_borrowed_) release_borrowed(whole_, freed_message_);
 }
 
 Tensor FSDPParam::param() const {
@@ -115,6 +122,11 @@ void FSDPParam::alias_whole_to_shard() {
 
 void FSDPParam::acquire_whole() { acquire_unsharded(whole_); }
 
+void FSDPParam::borrow_whole(void* data) {
+  borrow_unsharded(whole_, data);
+  whole_is_borrowed_ = true;
+}
+
 void FSDPParam::to_unsharded() {
   shown_ = Shown::kWhole;
   part_ = Tensor();
@@ -139,8 +151,11 @@ void FSDPParam::check_unsharded() const {
       "call reshard() on its module first, then convert");
   FSDP2_CHECK(
       alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
-      " was written in place while it was unsharded: the write cannot be kept. Drop it with reset_iter_state() on "
-      "the root; next time call reshard() on its module first, then write into the sharded parameter");
+      " was written in place while it was unsharded: ",
+      whole_is_borrowed_ ? "it was shown from shared memory, so the write has reached the shards of all ranks. Load a "
+                           "checkpoint after reset_iter_state() on the root"
+                         : "the write cannot be kept. Drop it with reset_iter_state() on the root",
+      "; next time call reshard() on its module first, then write into the sharded parameter");
 }
 
 void FSDPParam::check_gathered() const {
@@ -158,6 +173,14 @@ void FSDPParam::to_sharded() {
     alive.unsafeGetTensorImpl()->shallow_copy_from(sharded_.getIntrusivePtr());
   }
   if (was_whole && !whole_is_shard_) {
+    release_whole();
+  }
+}
+
+void FSDPParam::release_whole() {
+  if (std::exchange(whole_is_borrowed_, false)) {
+    release_borrowed(whole_, freed_message_);
+  } else {
     release_unsharded(whole_, freed_message_);
   }
 }
@@ -169,7 +192,7 @@ void FSDPParam::to_part(Tensor rows, const DeviceMesh& mesh) {
   if (const Tensor alive = param(); alive.defined()) {
     alive.unsafeGetTensorImpl()->shallow_copy_from(part_.getIntrusivePtr());
   }
-  release_unsharded(whole_, freed_message_);
+  release_whole();
 }
 
 void FSDPParam::check_part() const {

@@ -36,6 +36,7 @@ ParamGroup::ParamGroup(const std::vector<Named>& params, const DataParallelMesh&
 
 void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device device) {
   buffers_.clear();
+  shared_.reset();
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::ScalarType dtype = locals[i].scalar_type();
     auto buffer =
@@ -50,10 +51,10 @@ void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device de
     buffer->offsets.push_back(offset);
   }
   for (ShardBuffer& buffer : buffers_) {
-    const int64_t numel = buffer.offsets.back() + params_[buffer.members.back()].padded_numel();
+    buffer.numel = buffer.offsets.back() + params_[buffer.members.back()].padded_numel();
     const bool meta =
         std::any_of(buffer.members.begin(), buffer.members.end(), [&](size_t i) { return locals[i].is_meta(); });
-    buffer.flat = shard_memory(numel, buffer.dtype, meta ? c10::Device(at::kMeta) : device);
+    buffer.flat = shard_memory(buffer.numel, buffer.dtype, meta ? c10::Device(at::kMeta) : device);
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       Tensor local = lay_out(buffer, k);
       if (!meta) {
@@ -76,7 +77,7 @@ Tensor ParamGroup::lay_out(const ShardBuffer& buffer, size_t member) const {
   const Tensor slot = buffer.flat.narrow(0, buffer.offsets[member], param.padded_numel());
   Tensor local = param.local_view_of(slot);
   slot.narrow(0, local.numel(), slot.numel() - local.numel()).zero_();
-  return local;
+  return can_share() && !local.is_meta() ? own_storage(local) : local;
 }
 
 void ParamGroup::build_gather_buckets() {
@@ -240,8 +241,9 @@ void ParamGroup::to_empty(c10::Device device) {
   if (offload_) {
     device = at::kCPU;
   }
+  shared_.reset();
   for (ShardBuffer& buffer : buffers_) {
-    buffer.flat = shard_memory(buffer.flat.numel(), buffer.dtype, device);
+    buffer.flat = shard_memory(buffer.numel, buffer.dtype, device);
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       FSDPParam& param = params_[buffer.members[k]];
       param.set_sharded(lay_out(buffer, k));

@@ -9,7 +9,7 @@ namespace fsdp2::detail {
 ReductionQueue::ReductionQueue() = default;
 ReductionQueue::~ReductionQueue() = default;
 
-void ReductionQueue::start(std::shared_ptr<ParamGroup> group, std::vector<std::pair<size_t, at::Tensor>> gradients,
+bool ReductionQueue::start(std::shared_ptr<ParamGroup> group, std::vector<std::pair<size_t, at::Tensor>> gradients,
                            bool all_reduce, size_t max_inputs) {
   // An input is the size of whole parameters: freed first. What then waits for its all-reduce is the size of shards.
   auto holding = static_cast<size_t>(
@@ -26,6 +26,7 @@ void ReductionQueue::start(std::shared_ptr<ParamGroup> group, std::vector<std::p
     finish_oldest();
   }
   running_.push_back(std::make_unique<GradientReduction>(std::move(group), std::move(gradients), all_reduce));
+  return running_.back()->ranks_compared();
 }
 
 void ReductionQueue::finish_all() {

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // MixedPrecisionPolicy in training: what is computed and reduced in which dtype, against the same arithmetic by hand;
 // who casts inputs and outputs of which module; normalisation layers.
 

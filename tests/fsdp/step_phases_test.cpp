@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // One training step phase by phase: how many bytes are whole, what clipping does, and what deletion frees.
 
 #include <algorithm>
