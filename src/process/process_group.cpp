@@ -18,6 +18,7 @@
 #include <fsdp2/error.h>
 
 #include "backend/backend.h"
+#include "backend/fake.h"
 #include "process/collectives.h"
 #include "process/world.h"
 #include "tensor/dtensor_spec.h"
@@ -60,6 +61,9 @@ std::vector<BackendChoice> parse_backend(const std::string& text) {
   if (text == "nccl") {
     return {{c10::DeviceType::CUDA, "nccl"}};
   }
+  if (text == "fake") {
+    return {{c10::DeviceType::CPU, "fake"}};  // make_group() asks for it first
+  }
   size_t begin = 0;
   while (begin <= text.size()) {
     const size_t end = std::min(text.find(',', begin), text.size());
@@ -72,11 +76,11 @@ std::vector<BackendChoice> parse_backend(const std::string& text) {
     } else if (part == "cuda:nccl") {
       choices.push_back({c10::DeviceType::CUDA, "nccl"});
     } else {
-      const bool planned = part == "shm" || part == "fake" || part == "cpu:shm";
+      const bool planned = part == "shm" || part == "cpu:shm";
       throw Error(
           planned ? ErrorCode::kUnsupported : ErrorCode::kInvalidArgument,
           c10::str("[process_group] backend \"", text, "\" ", planned ? "is not offered in this version" : "is unknown",
-                   "; expected \"\", \"gloo\", \"nccl\" or a list such as "
+                   "; expected \"\", \"gloo\", \"nccl\", \"fake\" or a list such as "
                    "\"cpu:gloo,cuda:nccl\""));
     }
   }
@@ -98,6 +102,7 @@ void wait_until_connected(c10d::Store& store, int size, std::chrono::millisecond
 ProcessGroup make_group(const World& world, const std::string& name, int rank, int size,
                         const std::string& backends = "") {
   auto store = c10::make_intrusive<c10d::PrefixStore>(name, world.store);
+  if (world.backend == "fake") return fake_backend::make_group(store, name, rank, size);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
   const auto choices = parse_backend(backends.empty() ? world.backend : backends);
   c10::intrusive_ptr<c10d::Backend> gloo;
