@@ -10,6 +10,7 @@
 #include <fsdp2/dcp/value.h>
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/error.h>
+#include <fsdp2/fake_backend.h>
 #include <fsdp2/fully_shard.h>
 #include <fsdp2/grad_scaler.h>
 #include <fsdp2/log.h>
