@@ -17,6 +17,7 @@
 #include <fsdp2/lr_scheduler.h>
 #include <fsdp2/meta_init.h>
 #include <fsdp2/module.h>
+#include <fsdp2/optim.h>
 #include <fsdp2/policy.h>
 #include <fsdp2/process_group.h>
 #include <fsdp2/rng_state.h>
