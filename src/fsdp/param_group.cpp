@@ -8,6 +8,7 @@
 #include <fsdp2/error.h>
 #include <fsdp2/log.h>
 
+#include "backend/fake.h"
 #include "fsdp/debug_level.h"
 #include "fsdp/leaf_slot.h"
 
@@ -188,6 +189,7 @@ void ParamGroup::check_ready() {
       off_cpu += c10::str(off_cpu.empty() ? "" : ", ", param.fqn(), " (on ", param.device(), ")");
     }
     if (param.local().is_meta()) {
+      if (fake_backend::is_fake(mesh_.shard_group)) continue;  // it stays there
       on_meta += (on_meta.empty() ? "" : ", ") + param.fqn();
     } else if (param.is_unwritten()) {
       unwritten += (unwritten.empty() ? "" : ", ") + param.fqn();
