@@ -11,6 +11,7 @@
 #include "backend/fake.h"
 #include "fsdp/debug_level.h"
 #include "fsdp/leaf_slot.h"
+#include "module/written.h"
 
 namespace fsdp2::detail {
 
@@ -22,7 +23,11 @@ ParamGroup::ParamGroup(const std::vector<Named>& params, const DataParallelMesh&
   params_.reserve(params.size());
   std::vector<Tensor> locals;
   std::vector<std::string> fqns;
+  std::vector<size_t> unwritten;
   for (const Named& named : params) {
+    // The watch is by version, and the shard begins with a new one.
+    if (detail::is_unwritten(named.param)) unwritten.push_back(params_.size());
+    forget_unwritten(named.param);
     const FSDPParam& param = params_.emplace_back(named.param, named.fqn, mesh, named.shard_dim);
     const Tensor whole = is_marked(named.param) ? local_of(named.param) : named.param.variable_data();
     locals.push_back(named.local.defined() ? named.local : param.own_rows_of(whole));
@@ -33,6 +38,8 @@ ParamGroup::ParamGroup(const std::vector<Named>& params, const DataParallelMesh&
   }
   build_buffers(locals, offload_ ? c10::Device(at::kCPU) : device);
   set_fqns(fqns);
+  for (const size_t index : unwritten) params_[index].expect_write();
+  ask_ranks_for_unwritten_ = !unwritten.empty();
 }
 
 void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device device) {

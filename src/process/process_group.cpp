@@ -22,6 +22,7 @@
 #include "backend/backend.h"
 #include "backend/fake.h"
 #include "process/collectives.h"
+#include "process/cpu_allocator.h"
 #include "process/world.h"
 #include "tensor/dtensor_spec.h"
 
@@ -187,6 +188,7 @@ void init_process_group(const ProcessGroupOptions& options) {
   FSDP2_CHECK(!is_initialized(), kUsage,
               "[process_group] init_process_group was called twice; call "
               "destroy_process_group() before joining another job");
+  detail::install_cpu_allocator();
   auto fresh = std::make_unique<detail::World>();
   fresh->backend = options.backend;
   detail::parse_backend(options.backend);  // a wrong name is said before any rank waits
