@@ -14,7 +14,7 @@ help:
 	@echo 'make test [ARGS="-L fast"]    build and run the tests; ARGS go to ctest'
 	@echo 'make build                    library, program, examples, tests in $(BUILD) (PRESET=dev, asan, ubsan)'
 	@echo 'make install PREFIX=/usr/local'
-	@echo 'make bench [ARGS=--mb=256]    time checkpoints beside Python and raw files'
+	@echo 'make bench [ARGS=--quick]     time everything beside Python; writes benchmarks/report.md'
 	@echo 'make format | lint            clang-format, clang-tidy'
 	@echo 'make timings                  measure the build: from nothing, no change, one file'
 	@echo 'make mutants                  put known faults in and see their tests fail'

@@ -171,7 +171,7 @@ def held_to_table(r):
         if not ours and not python:
             continue
         kept = "-" if not ours else "yes" if (median(ours) >= limit if least else median(ours) <= limit) else "**no**"
-        bound = f"at {'least' if least else 'most'} {limit:g}{unit}"
+        bound = f"at {'least' if least else 'most'} {limit if unit else number(limit)}{unit}"
         rows.append((what, bound, spread(ours, unit), kept, spread(python, unit)))
     return table(("what", "held to", "measured", "kept", "Python, same run"), rows)
 
@@ -340,7 +340,7 @@ def render(saved, plots):
     out = ["# Benchmarks", "", "Written by `make bench`; [how to read it](../docs/performance.md).", ""]
     out += [f"- {key}: {value}" for key, value in saved["machine"].items()]
     out += [f"- {saved['repeats']} repeat(s) of a cell at most, Python and the library alternately, each time fresh "
-            f"processes; {saved['minutes']} minutes{' with --quick' if saved['quick'] else ''}. "
+            f"processes; {saved['minutes']} min{' with --quick' if saved['quick'] else ''}. "
             "A number is the median, with the least and the most over the repeats in parentheses."]
     out += noise_line(r) + losses_line(r)
 

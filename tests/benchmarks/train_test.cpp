@@ -81,8 +81,10 @@ TEST(BenchTrain, RangesCountWithoutThoseInside) {
     pause();
     for (int i = 0; i < 2; ++i) {
       RECORD_USER_SCOPE("FSDP::inner");
-      RECORD_USER_SCOPE("another's");
-      pause();
+      {
+        RECORD_USER_SCOPE("another's");
+        pause();
+      }
     }
   };
   work();
