@@ -96,7 +96,7 @@ std::map<std::string, MakeStep> all_steps() {
        [](const Tensors& p) { return step_of(std::make_shared<fsdp2::optim::Adam>(p, AdamOptions(1e-3))); }},
       {"fsdp2_sgd", [=](const Tensors& p) { return step_of(std::make_shared<fsdp2::optim::SGD>(p, sgd)); }},
       {"clip_grad_norm", [](const Tensors& p) -> Step { return [=] { fsdp2::clip_grad_norm_(p, 1e9); }; }},
-      {"clip_grad_norm_scaled", [](const Tensors& p) -> Step { return [=] { fsdp2::clip_grad_norm_(p, 1e-3); }; }},
+      {"clip_grad_norm_scaled", [](const Tensors& p) -> Step { return [=] { fsdp2::clip_grad_norm_(p, 0); }; }},
   };
 }
 

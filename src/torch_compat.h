@@ -32,6 +32,14 @@ inline c10::intrusive_ptr<c10d::Work> c10d_reduce_scatter(c10d::ProcessGroup& gr
 #endif
 }
 
+/// 2.13 has hasBackendForDeviceType() for it.
+inline bool has_backend(const c10d::ProcessGroup& group, c10::DeviceType device) {
+  for (const c10::Device& each : group.getDeviceTypes()) {
+    if (each.type() == device) return true;
+  }
+  return false;
+}
+
 // 2.13 holds autograd nodes by intrusive_ptr, earlier releases by shared_ptr.
 #if FSDP2_TORCH_AT_LEAST(2, 13)
 using NodePtr = c10::intrusive_ptr<torch::autograd::Node>;

@@ -13,6 +13,7 @@
 #include <fsdp2/fake_backend.h>
 
 #include "process/collectives.h"
+#include "torch_compat.h"
 
 namespace fsdp2 {
 
@@ -256,7 +257,7 @@ class FakeBackend final : public c10d::Backend {
 /// Null where it is another one.
 FakeBackend* backend_of(c10d::ProcessGroup& group) {
   const c10::DeviceType cpu = c10::DeviceType::CPU;
-  return group.hasBackendForDeviceType(cpu) ? dynamic_cast<FakeBackend*>(group.getBackend(cpu).get()) : nullptr;
+  return has_backend(group, cpu) ? dynamic_cast<FakeBackend*>(group.getBackend(cpu).get()) : nullptr;
 }
 
 FakeBackend& require_backend(const ProcessGroup& group) {

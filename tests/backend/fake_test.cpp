@@ -65,7 +65,7 @@ TEST(FakeBackend, GivesWhatEqualRanksWouldGive) {
 TEST(FakeBackend, AnswersTheOtherOperationsOfC10d) {
   expect_ok([] {
     join(2, 3);
-    const ProcessGroup group = default_group();
+    const auto group = default_group()->getBackend(torch::kCPU);
     std::vector<torch::Tensor> mine{ints({7})}, slots{ints({0}), ints({0}), ints({0})};
     std::vector<std::vector<torch::Tensor>> lists{slots};
     group->allgather(lists, mine)->wait();
@@ -207,27 +207,44 @@ TEST(FakeBackend, CountsReplicasOnTheirOwnGroup) {
   });
 }
 
+struct PairImpl : torch::nn::Module {
+  PairImpl() {
+    up = register_module("up", linear(6, 13, /*bias=*/true));
+    down = register_module("down", linear(13, 6));
+    head = register_module("head", linear(6, 11));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return head(down(up(x))); }
+  Linear up{nullptr}, down{nullptr}, head{nullptr};
+};
+FSDP2_MODULE(Pair);
+
 TEST(FakeBackend, AModelMayStayOnTheMetaDevice) {
   expect_ok([] {
     ::setenv("FSDP2_DEBUG", "0", 1);
     join(5, 1024);
-    Net net = nullptr;
+    Pair pair = nullptr;
     {
       const MetaDeviceGuard meta;
-      net = Net();
+      pair = Pair();
     }
-    shard(net);
-    step(net, torch::kMeta);
+    fully_shard(pair->up);
+    fully_shard(pair->down);
+    fully_shard(pair);
+    const torch::Tensor x = torch::empty({4, 6}, torch::kMeta);
+    pair(x).sum().backward();
     reset_fake_counts();
     reset_counters();
-    step(net, torch::kMeta);
+    pair(x).sum().backward();
     const auto counts = fake_counts();
-    expect_step_counts(counts.at("all_gather"), counts.at("reduce_scatter"), bytes_of_net(1024));
-    // Root and the block at work, and the one that was gathered ahead in backward; parameters without padding.
-    const int64_t root = kFloatBytes * 2 * 11 * 6, block = kFloatBytes * (13 * 6 + 13 + 6 * 13 + 6 + 6 + 6);
-    EXPECT_GE(counters().unsharded_bytes_peak, root + block);
-    EXPECT_LE(counters().unsharded_bytes_peak, root + 2 * block);
-    for (const torch::Tensor& param : net->parameters()) {
+    const int64_t root = kFloatBytes * 1024 * 6, both = kFloatBytes * 1024 * (6 + 1 + 13);  // one row each
+    EXPECT_EQ(counts.at("all_gather").calls, 1 + 2 * 2);
+    EXPECT_EQ(counts.at("all_gather").bytes, root + 2 * both);
+    EXPECT_EQ(counts.at("reduce_scatter").calls, 1 + 2);
+    EXPECT_EQ(counts.at("reduce_scatter").bytes, root + both);
+    // The root and the larger of the others at least, everything at most; parameters without padding.
+    EXPECT_GE(counters().unsharded_bytes_peak, kFloatBytes * (11 * 6 + 13 * 6 + 13));
+    EXPECT_LE(counters().unsharded_bytes_peak, kFloatBytes * (11 * 6 + 13 * 6 + 13 + 6 * 13));
+    for (const torch::Tensor& param : pair->parameters()) {
       EXPECT_TRUE(DTensor(param.grad()).to_local().is_meta());
       EXPECT_EQ(param.grad().sizes(), param.sizes());
     }
