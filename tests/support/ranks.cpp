@@ -166,7 +166,8 @@ void append_with_prefix(std::ostringstream& out, int rank, const std::string& te
   try {
     at::set_num_threads(1);
     if (options.init_process_group) {
-      init_process_group({.backend = "gloo",
+      const char* backend = std::getenv("FSDP2_TEST_BACKEND");
+      init_process_group({.backend = backend != nullptr ? backend : "gloo",
                           .init_method = "file://" + store,
                           .timeout = std::chrono::seconds(60),
                           .rank = rank,
