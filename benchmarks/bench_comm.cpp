@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "quiet.h"
+#include "torch_compat.h"
 
 namespace {
 
@@ -38,7 +39,7 @@ struct Operation {
   std::string name;
   std::function<void()> run;
   int repeats = 1;
-  std::vector<double> seconds;
+  std::vector<double> seconds{};
 };
 
 /// The buffers of one dtype.
@@ -53,9 +54,11 @@ struct Buffers {
   }
 };
 
-void all_gather(const fsdp2::ProcessGroup& group, Buffers& b) { group->_allgather_base(b.whole, b.part)->wait(); }
+void all_gather(const fsdp2::ProcessGroup& group, Buffers& b) {
+  fsdp2::detail::c10d_all_gather(*group, b.whole, b.part)->wait();
+}
 void reduce_scatter(const fsdp2::ProcessGroup& group, Buffers& b) {
-  group->_reduce_scatter_base(b.part, b.reduced)->wait();
+  fsdp2::detail::c10d_reduce_scatter(*group, b.part, b.reduced, {})->wait();
 }
 void all_reduce(const fsdp2::ProcessGroup& group, Buffers& b) {
   std::vector<at::Tensor> tensors{b.reduced};

@@ -16,7 +16,7 @@ check() {
   if [ $cuda = yes ]; then environment+=-cuda folder+=-cuda exact="torch===$1"; fi
   scripts/make_environment.sh "$environment" "$exact"
 
-  cmake -G Ninja -S . -B "$folder" -DCMAKE_BUILD_TYPE=Release "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG" \
+  cmake -G Ninja -S . -B "$folder" -DCMAKE_BUILD_TYPE=Release \
     "-DTORCH_ROOT=$PWD/$environment" -DFSDP2_BUILD_TESTS=OFF
   cmake --build "$folder" -j "${JOBS:-2}" --target programs benchmarks
 

@@ -16,9 +16,9 @@ struct BackendRequest {
   int rank = 0;
   int world_size = 1;
   std::chrono::milliseconds timeout{};
-  bool single_host = false;            // every rank is known to be on this host
+  bool single_host = false;            // every rank of the job is known to be on this host
   std::vector<int> global_ranks = {};  // of the group's ranks, for texts
-  int host_ranks = 1;                  // ranks of the job on this host, where that is known
+  int job_size = 1;                    // ranks of the whole job
 };
 
 namespace gloo_backend {

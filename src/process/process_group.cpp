@@ -18,6 +18,7 @@
 #include <numeric>
 
 #include <fsdp2/error.h>
+#include <fsdp2/log.h>
 
 #include "backend/backend.h"
 #include "backend/fake.h"
@@ -44,19 +45,16 @@ struct BackendChoice {
   std::string name;
 };
 
-/// The backends that "" stands for.
-std::vector<BackendChoice> best_backends(const char* cpu) {
-  std::vector<BackendChoice> choices{{c10::DeviceType::CPU, cpu}};
-  if (at::hasCUDA() && nccl_backend::is_available()) choices.push_back({c10::DeviceType::CUDA, "nccl"});
-  return choices;
-}
-
 std::vector<BackendChoice> parse_backend(const std::string& text) {
-  if (text.empty()) return best_backends("gloo");
   if (text == "shm") return {{c10::DeviceType::CPU, "shm"}};
   if (text == "nccl") return {{c10::DeviceType::CUDA, "nccl"}};
   if (text == "fake") return {{c10::DeviceType::CPU, "fake"}};  // make_group() asks for it first
   std::vector<BackendChoice> choices;
+  if (text.empty()) {
+    choices.push_back({c10::DeviceType::CPU, "best"});  // see connect_best()
+    if (at::hasCUDA() && nccl_backend::is_available()) choices.push_back({c10::DeviceType::CUDA, "nccl"});
+    return choices;
+  }
   if (text == "gloo") {
     choices.push_back({c10::DeviceType::CPU, "gloo"});
     if (at::hasCUDA()) choices.push_back({c10::DeviceType::CUDA, "gloo"});
@@ -106,6 +104,29 @@ c10::intrusive_ptr<c10d::Backend> connect(const std::string& backend, const Back
   return backend == "shm" ? shm_backend::create(request) : gloo_backend::create(request);
 }
 
+/// Shared memory where the ranks of the group are on one host and its system allows it, else Gloo: the same on all of
+/// them, since shm fails on all together.
+c10::intrusive_ptr<c10d::Backend> connect_best(std::string& backend, BackendRequest request) {
+  const auto store = request.store;
+  // The ranks of the job are known not to be on one host; those of another group may be.
+  if (request.single_host || request.world_size < request.job_size) {
+    request.store = c10::make_intrusive<c10d::PrefixStore>("shm", store);
+    try {
+      backend = "shm";
+      return shm_backend::create(request);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kInvalidArgument && error.code() != ErrorCode::kIo) throw;
+      if (error.code() == ErrorCode::kIo) {
+        FSDP2_LOG_WARN_ONCE("[process_group] using Gloo, which is slower, since shared memory does not work here: ",
+                            error.what_without_backtrace());
+      }
+    }
+  }
+  backend = "gloo";
+  request.store = c10::make_intrusive<c10d::PrefixStore>("gloo", store);
+  return gloo_backend::create(request);
+}
+
 /// `ranks`: the global ranks of the group. An empty `backends` means those of the job.
 ProcessGroup make_group(const World& world, const std::string& name, int rank, const std::vector<int>& ranks,
                         const std::string& backends = "") {
@@ -117,18 +138,23 @@ ProcessGroup make_group(const World& world, const std::string& name, int rank, c
   std::vector<BackendChoice> choices = parse_backend(wanted);
   std::map<std::string, c10::intrusive_ptr<c10d::Backend>> made;
   for (auto& [device, backend] : choices) {
-    if (made.count(backend) != 0) {
-      group->setBackend(device, type_of(backend), made.at(backend));
-      continue;
+    auto& connected = made[backend];
+    if (!connected) {
+      const bool best = backend == "best";
+      const BackendRequest request{best ? store : c10::make_intrusive<c10d::PrefixStore>(backend, store),
+                                   rank,
+                                   size,
+                                   world.timeout,
+                                   world.single_host,
+                                   ranks,
+                                   world.world_size};
+      try {
+        connected = best ? connect_best(backend, request) : connect(backend, request);
+      } catch (...) {
+        rethrow_c10d_error(c10::str("connecting group ", name, " over ", backend));
+      }
     }
-    BackendRequest request{c10::make_intrusive<c10d::PrefixStore>(backend, store), rank, size, world.timeout,
-                           world.single_host, ranks, world.single_host ? world.world_size : size};
-    try {
-      made[backend] = connect(backend, request);
-    } catch (...) {
-      rethrow_c10d_error(c10::str("connecting group ", name, " over ", backend));
-    }
-    group->setBackend(device, type_of(backend), made.at(backend));
+    group->setBackend(device, type_of(backend), connected);
   }
   group->setDefaultBackend(type_of(choices.front().name));
   group->setGroupName(name);

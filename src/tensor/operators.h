@@ -3,7 +3,8 @@
 // The operator table of DTensors. Note [Default is deny]
 // Every operator that meets a DTensor lands in dtensor_fallback. It runs only what the table lists, by operator AND
 // overload (aten::max reduces, aten::max.out is element-wise); anything else throws. There is no branch that computes
-// on a shard what it does not know.
+// on a shard what it does not know. What optimizers call most often has kernels of its own (direct.cpp), which take the
+// place of the fallback, not of the table.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -96,6 +97,10 @@ void run_foreach_norm(OperatorCall& call);
 void run_dot(OperatorCall& call);
 void run_equal(OperatorCall& call);
 void run_item(OperatorCall& call);
+
+/// Part of the errors that a forbidden forward may end in.
+inline constexpr const char* kCallRule =
+    "If this came from model->forward(x) or a layer's forward, call model(x): only that gathers the parameters. ";
 
 /// "aten::add.Tensor".
 std::string operator_text(const c10::OperatorHandle& op);

@@ -93,13 +93,13 @@ std::shared_ptr<Team> Team::join(const BackendRequest& request) {
   File file;
   std::string name;
   std::unique_ptr<FileServer> server;
-  store.set(c10::str("host/", request.rank), host_identity());
+  if (!request.single_host) store.set(c10::str("host/", request.rank), host_identity());
 
   // Rank 0 collects what the others say and tells everybody the outcome, so that all of them come to the same.
   std::string start;
   if (first) {
     try {
-      check_one_host(request);
+      if (!request.single_host) check_one_host(request);
       name = random_name();
       file = make_memory_file(layout.bytes, layout.busy_bytes, kWhat);
       server = std::make_unique<FileServer>(name);
@@ -143,8 +143,12 @@ std::shared_ptr<Team> Team::join(const BackendRequest& request) {
     verdict = wait_for_key(request, "verdict", rank_name(request, 0));
   }
   throw_if_error(verdict);
-  team->memory_->populate(0, layout.busy_bytes, kWhat);
-  team->members_->count_processors(std::max(request.host_ranks, request.world_size));
+  try {
+    team->memory_->populate(0, layout.busy_bytes, kWhat);
+  } catch (const Error&) {
+    // Only the tables for memory that other ranks have taken: the first touch makes them too.
+  }
+  team->members_->count_processors(request.single_host ? request.job_size : request.world_size);
   return team;
 }
 

@@ -26,6 +26,7 @@ struct Layout {
     steps = take(Signals::bytes_for(size), kPage);
     produced = take(Signals::bytes_for(size), kHeaderBytes);
     consumed = take(Signals::bytes_for(size), kHeaderBytes);
+    bells = take(Signals::bytes_for(size), kHeaderBytes);
     headers = take(this->size * kSlots * kHeaderBytes, kHeaderBytes);
     chunks = take(this->size * kSlots * kChunkBytes, kPage);
     busy_bytes = this->bytes;
@@ -33,6 +34,8 @@ struct Layout {
     this->bytes = (this->bytes + kPage - 1) / kPage * kPage;
   }
 
+  /// What a rank can put into one chunk for each rank.
+  static size_t unit(int size) { return kChunkBytes / static_cast<size_t>(size) / 64 * 64; }
   size_t header(int rank, size_t slot) const {
     return headers + (static_cast<size_t>(rank) * kSlots + slot) * kHeaderBytes;
   }
@@ -46,7 +49,7 @@ struct Layout {
   size_t size;
   size_t bytes = 0;
   size_t busy_bytes = 0;  // what every group needs; messages take memory when they are used
-  size_t states = 0, steps = 0, produced = 0, consumed = 0, headers = 0, chunks = 0, messages = 0;
+  size_t states = 0, steps = 0, produced = 0, consumed = 0, bells = 0, headers = 0, chunks = 0, messages = 0;
 };
 
 }  // namespace fsdp2::detail::shm

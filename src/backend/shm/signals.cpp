@@ -16,12 +16,18 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Waking a sleeper takes tens of microseconds, so a rank that has a processor of its own first looks for a while.
-constexpr auto kSpin = std::chrono::microseconds(200);
-// How often a sleeper looks whether those it waits for still live.
-constexpr auto kCheck = std::chrono::milliseconds(20);
+/// The half of the counter that changes with every post.
+uint32_t* futex_word(std::atomic<uint64_t>& value) {
+  return reinterpret_cast<uint32_t*>(&value) + (std::endian::native == std::endian::little ? 0 : 1);
+}
 
-void relax() noexcept {
+}  // namespace
+
+void pause_a_moment(bool crowded) noexcept {
+  if (crowded) {
+    ::sched_yield();
+    return;
+  }
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -29,12 +35,18 @@ void relax() noexcept {
 #endif
 }
 
-/// The half of the counter that changes with every post.
-uint32_t* futex_word(std::atomic<uint64_t>& value) {
-  return reinterpret_cast<uint32_t*>(&value) + (std::endian::native == std::endian::little ? 0 : 1);
+void Line::wake() noexcept {
+  ::syscall(SYS_futex, futex_word(value), FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
 }
 
-}  // namespace
+void Line::sleep(uint64_t seen, std::chrono::nanoseconds time) noexcept {
+  sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (value.load(std::memory_order_seq_cst) == seen) {
+    const timespec limit{0, time.count()};
+    ::syscall(SYS_futex, futex_word(value), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
+  }
+  sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
 
 std::string Waiting::text() const {
   return sequence == 0 ? std::string(what) : c10::str(what, " number ", sequence, " of its group (", bytes, " bytes)");
@@ -50,10 +62,6 @@ bool Signals::reached(uint64_t value) const noexcept {
   return true;
 }
 
-void Signals::wake(Line& line) noexcept {
-  ::syscall(SYS_futex, futex_word(line.value), FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
-}
-
 void Signals::wait(uint64_t value, const Waiting& waiting) {
   if (!reached(value)) wait_longer(0, members_->size(), value, waiting);
 }
@@ -64,34 +72,23 @@ void Signals::wait_longer(int begin, int end, uint64_t value, const Waiting& wai
     while (begin < end && reached_by(begin, value)) ++begin;
     return begin == end;
   };
-  if (members_->crowded()) {
-    for (int turn = 0; turn < 2; ++turn) {
-      ::sched_yield();
+  // Waking a sleeper takes tens of microseconds, so a rank that has a processor of its own first looks for a while.
+  const bool crowded = members_->crowded();
+  const auto spin_until = Clock::now() + (crowded ? std::chrono::microseconds(0) : kSpin);
+  do {
+    for (int turn = 0; turn < (crowded ? 2 : 32); ++turn) {
       if (advance()) return;
+      pause_a_moment(crowded);
     }
-  } else {
-    const auto until = Clock::now() + kSpin;
-    do {
-      for (int turn = 0; turn < 32; ++turn) {
-        if (advance()) return;
-        relax();
-      }
-    } while (Clock::now() < until);
-  }
+  } while (Clock::now() < spin_until);
   const auto timeout = waiting.timeout.count() > 0 ? waiting.timeout : members_->timeout();
   const auto start = Clock::now();
-  auto next_check = start + kCheck;
+  auto next_check = start + kCheckEvery;
   while (!advance()) {
-    Line& line = lines_[begin];
-    line.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint64_t seen = line.value.load(std::memory_order_seq_cst);
-    if (seen < value) {
-      const timespec time{0, std::chrono::nanoseconds(kCheck).count()};
-      ::syscall(SYS_futex, futex_word(line.value), FUTEX_WAIT, static_cast<uint32_t>(seen), &time, nullptr, 0);
-    }
-    line.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    const uint64_t seen = lines_[begin].value.load(std::memory_order_seq_cst);
+    if (seen < value) lines_[begin].sleep(seen, kCheckEvery);
     if (Clock::now() < next_check) continue;
-    next_check = Clock::now() + kCheck;
+    next_check = Clock::now() + kCheckEvery;
     try {
       std::vector<int> missing;
       for (int rank = begin; rank < end; ++rank) {

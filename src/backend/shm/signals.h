@@ -22,24 +22,41 @@ struct Waiting {
   std::string text() const;
 };
 
+/// A counter in shared memory that others can sleep on.
+struct alignas(128) Line {
+  std::atomic<uint64_t> value;
+  std::atomic<uint32_t> sleepers;
+
+  void post(uint64_t next) noexcept {
+    value.store(next, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) != 0) wake();
+  }
+  void add_one() noexcept {
+    value.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) != 0) wake();
+  }
+  void wake() noexcept;
+  /// Until the value is another one than `seen`, or the time is over.
+  void sleep(uint64_t seen, std::chrono::nanoseconds time) noexcept;
+};
+
+/// Leaves the processor to others for a moment (a crowded host), or waits a few cycles.
+void pause_a_moment(bool crowded) noexcept;
+
+/// For how long to look again and again before sleeping, and how often a sleeper looks whether the others still live.
+constexpr auto kSpin = std::chrono::microseconds(200);
+constexpr auto kCheckEvery = std::chrono::milliseconds(20);
+
 /// One counter per rank, each in a cache line of its own, in shared memory. Counters only grow.
 class Signals {
  public:
-  struct alignas(128) Line {
-    std::atomic<uint64_t> value;
-    std::atomic<uint32_t> sleepers;
-  };
   static size_t bytes_for(int size) { return static_cast<size_t>(size) * sizeof(Line); }
 
   /// `lines`: zeroed memory of `memory`.
   Signals(std::shared_ptr<Members> members, std::shared_ptr<SharedMemory> memory, std::byte* lines);
 
   /// This rank's counter := value; what was written before is seen by those who have waited for it.
-  void post(uint64_t value) noexcept {
-    Line& line = lines_[members_->rank()];
-    line.value.store(value, std::memory_order_seq_cst);
-    if (line.sleepers.load(std::memory_order_seq_cst) != 0) wake(line);
-  }
+  void post(uint64_t value) noexcept { lines_[members_->rank()].post(value); }
   bool reached_by(int rank, uint64_t value) const noexcept {
     return lines_[rank].value.load(std::memory_order_acquire) >= value;
   }
@@ -55,7 +72,6 @@ class Signals {
   }
 
  private:
-  static void wake(Line& line) noexcept;
   void wait_longer(int begin, int end, uint64_t value, const Waiting& waiting);
 
   std::shared_ptr<Members> members_;

@@ -11,6 +11,8 @@
 
 #include <fsdp2/error.h>
 
+#include "backend/shm/copy.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FSDP2_X86 1
 #include <immintrin.h>
@@ -37,6 +39,7 @@ struct Sum {
   at::ScalarType in_dtype;
   int64_t numel;
   double divisor;
+  bool past_cache;
 };
 
 FSDP2_INLINE void widen(const c10::BFloat16* in, float* out, int64_t n) {
@@ -125,6 +128,7 @@ FSDP2_INLINE const Acc* read(const void* in, int64_t begin, int64_t n, Acc* room
 template <class In, class Acc, class Out>
 FSDP2_INLINE void sum_as(const Sum& sum) {
   alignas(64) std::array<Acc, kBlock> total, first_room, room;
+  alignas(64) std::array<Out, std::is_same_v<Out, Acc> ? 1 : kBlock> narrow_room;
   const auto divisor = static_cast<Acc>(sum.divisor);
   int exponent = 0;
   const bool exact = std::frexp(divisor, &exponent) == Acc(0.5);  // its inverse is exact too
@@ -150,7 +154,15 @@ FSDP2_INLINE void sum_as(const Sum& sum) {
       }
     }
     Out* const out = static_cast<Out*>(sum.out) + begin;
-    if constexpr (std::is_same_v<Out, Acc>) {
+    if (sum.past_cache) {
+      const void* result = total.data();
+      if constexpr (!std::is_same_v<Out, Acc>) {
+        narrow(total.data(), narrow_room.data(), n);
+        result = narrow_room.data();
+      }
+      copy_bytes(reinterpret_cast<std::byte*>(out), static_cast<const std::byte*>(result),
+                 static_cast<size_t>(n) * sizeof(Out), true);
+    } else if constexpr (std::is_same_v<Out, Acc>) {
       for (int64_t i = 0; i < n; ++i) out[i] = total[i];
     } else {
       narrow(total.data(), out, n);
@@ -220,9 +232,14 @@ SumFunction choose() {
 
 void sum_in_order(void* out, at::ScalarType out_dtype, c10::ArrayRef<const void*> in, at::ScalarType in_dtype,
                   int64_t numel, double divisor) {
+  sum_in_order(out, out_dtype, in, in_dtype, numel, divisor, false);
+}
+
+void sum_in_order(void* out, at::ScalarType out_dtype, c10::ArrayRef<const void*> in, at::ScalarType in_dtype,
+                  int64_t numel, double divisor, bool past_cache) {
   FSDP2_CHECK(!in.empty(), kInvalidArgument, "[shm] a sum of nothing");
   static const SumFunction function = choose();
-  function({out, out_dtype, in, in_dtype, numel, divisor});
+  function({out, out_dtype, in, in_dtype, numel, divisor, past_cache});
 }
 
 }  // namespace fsdp2::detail::shm

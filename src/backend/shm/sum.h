@@ -13,4 +13,8 @@ namespace fsdp2::detail::shm {
 void sum_in_order(void* out, at::ScalarType out_dtype, c10::ArrayRef<const void*> in, at::ScalarType in_dtype,
                   int64_t numel, double divisor);
 
+/// The same, where `past_cache` writing to memory without first reading it into the cache: for large outputs.
+void sum_in_order(void* out, at::ScalarType out_dtype, c10::ArrayRef<const void*> in, at::ScalarType in_dtype,
+                  int64_t numel, double divisor, bool past_cache);
+
 }  // namespace fsdp2::detail::shm
