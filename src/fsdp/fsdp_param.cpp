@@ -68,10 +68,13 @@ Tensor FSDPParam::own_rows_of(const Tensor& whole) const {
 }
 
 Tensor FSDPParam::local_view_of(const Tensor& slot) const {
-  std::vector<int64_t> shape = sizes_;
+  c10::SmallVector<int64_t, 5> shape(sizes_.begin(), sizes_.end());
   shape[shard_dim_] = chunk_range(geometry_.rows, parts_, own_part_).length;
-  // variable_data(): a version counter of its own, so that edits of one parameter are told from another's.
-  return slot.narrow(0, 0, geometry_.outer * shape[shard_dim_] * geometry_.inner).view(shape).variable_data();
+  // Not by operators: a version counter of its own, so that edits of one parameter are told from another's.
+  Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slot.storage()), slot.key_set(), slot.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  view.unsafeGetTensorImpl()->set_storage_offset(slot.storage_offset());
+  return view;
 }
 
 void FSDPParam::set_sharded(Tensor local) {

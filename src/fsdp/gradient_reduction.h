@@ -25,6 +25,8 @@ class GradientReduction {
   /// Waits for the reduce-scatter, frees its input, starts the all-reduce.
   void finish_reduce_scatter();
   bool holds_input() const { return holds_input_; }
+  /// Whether it may wait beside others: small, and staged, so that a rank that is late does not hold this one up.
+  bool is_light() const { return is_light_; }
   /// Waits for everything and adds the result to the parameters' gradients.
   void finish();
   /// After an exception: waits, drops the result.
@@ -63,6 +65,7 @@ class GradientReduction {
   std::vector<size_t> added_;  // parameters whose gradient is final
   bool all_reduce_;
   bool holds_input_ = true;
+  bool is_light_ = false;
   uint64_t times_shown_;  // of the group, when it started
 };
 

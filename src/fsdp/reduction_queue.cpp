@@ -14,6 +14,10 @@ bool ReductionQueue::start(std::shared_ptr<ParamGroup> group, std::vector<std::p
   // An input is the size of whole parameters: freed first. What then waits for its all-reduce is the size of shards.
   auto holding = static_cast<size_t>(
       std::count_if(running_.begin(), running_.end(), [](const auto& each) { return each->holds_input(); }));
+  constexpr size_t kLightOnes = 4;
+  max_inputs += std::min(kLightOnes, static_cast<size_t>(std::count_if(
+                                         running_.begin(), running_.end(),
+                                         [](const auto& each) { return each->holds_input() && each->is_light(); })));
   for (const auto& each : running_) {
     if (holding < max_inputs) break;
     if (each->holds_input()) {

@@ -28,7 +28,7 @@ namespace fsdp2::detail {
 
 namespace {
 
-constexpr size_t kLeast = size_t{128} << 10;  // below, malloc
+constexpr size_t kLeast = size_t{32} << 10;   // below, malloc
 constexpr size_t kUnit = kLeast;              // blocks begin at multiples of it
 constexpr size_t kRange = size_t{1} << 40;    // of addresses, not of memory
 constexpr size_t kHugePage = size_t{2} << 20;
