@@ -112,6 +112,16 @@ class Runner:
         start = [f"{args.build}/bin/fsdp2", "run", "--nproc-per-node", str(cell.world)]
         return [*start, f"{args.build}/bin/bench_{cell.program}", *extra, "--backend", side]
 
+    @staticmethod
+    def stop(process):
+        """Ends the launcher and its ranks, which ends them where it is given the time."""
+        process.terminate()
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
     def run(self, cell, side):
         """The JSON lines that the command printed, or what went wrong."""
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
@@ -121,9 +131,11 @@ class Runner:
             limit = self.args.timeout * (4 if cell.program == "dcp" else 1)
             output, errors = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            self.stop(process)
             return [], f"took longer than {limit} s"
+        except BaseException:  # this program is told to end
+            self.stop(process)
+            raise
         if cell.program == "dcp":
             file = self.out / "dcp.json"
             records = json.loads(file.read_text()) if process.returncode == 0 and file.exists() else []
@@ -135,8 +147,9 @@ class Runner:
             return records, f"exit code {process.returncode}: {tail[-400:]}"
         return records, None
 
-    def run_all(self, cells):
-        results, started = [], time.monotonic()
+    def run_all(self, cells, saved):
+        """Runs the cells and keeps the file of results up to date: it is what a run that is stopped leaves."""
+        results, started = saved["results"], time.monotonic()
         for cell in cells:
             for repeat in range(min(cell.repeats, self.args.repeats)):
                 sides = [side for side in cell.modes if side in self.args.sides or side in ("ours", "both")]
@@ -146,10 +159,11 @@ class Runner:
                     results.append({"cell": cell.name, "group": cell.group, "program": cell.program, "side": side,
                                     "repeat": repeat, "records": records, "error": error,
                                     "seconds": round(time.monotonic() - start, 1)})
+                    saved["minutes"] = round((time.monotonic() - started) / 60, 1)
+                    (self.out / "results.json").write_text(json.dumps(saved, indent=1) + "\n")
                     state = f"failed: {error}" if error else "ok"
                     print(f"[{time.monotonic() - started:5.0f} s] {cell.name}, {side}, repeat {repeat}: "
                           f"{results[-1]['seconds']} s, {state}", file=sys.stderr, flush=True)
-        return results
 
 
 def first_match(file, key):
@@ -210,12 +224,13 @@ def main():
         saved = json.loads(Path(args.source).read_text())
     else:
         args.sides = args.sides.split(",")
-        start = time.monotonic()
-        runner = Runner(args)
-        results = runner.run_all(cells)
-        saved = {"machine": describe_machine(args), "quick": args.quick, "repeats": args.repeats,
-                 "minutes": round((time.monotonic() - start) / 60, 1), "results": results}
-        (runner.out / "results.json").write_text(json.dumps(saved, indent=1) + "\n")
+        saved = {"machine": describe_machine(args), "quick": args.quick, "repeats": args.repeats, "minutes": 0,
+                 "results": []}
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            Runner(args).run_all(cells, saved)
+        except KeyboardInterrupt:
+            print("stopped: a report of what was measured", file=sys.stderr)
 
     out, plots = Path(args.out), []
     if args.plot_python:
