@@ -6,7 +6,8 @@
     benchmarks/run_all.py --from results.json     only writes the report again
 
 A cell is one setting. Its sides (Python, the library on Gloo, the library on shared memory) run one after another, in
-reverse order every other repeat, each as fresh processes. What fails is listed in the report, and the rest goes on.
+reverse order every other repeat, each as fresh processes. Every cell runs once before any runs again. What fails is
+listed in the report, and the rest goes on.
 Results are in build/<preset>/bench/results.json, the report in benchmarks/report.md with its plots beside it.
 """
 import argparse
@@ -148,22 +149,29 @@ class Runner:
         return records, None
 
     def run_all(self, cells, saved):
-        """Runs the cells and keeps the file of results up to date: it is what a run that is stopped leaves."""
-        results, started = saved["results"], time.monotonic()
-        for cell in cells:
-            for repeat in range(min(cell.repeats, self.args.repeats)):
+        """Every cell once, then again while there is time. The file of results is kept up to date: it is what a run
+        that is stopped leaves."""
+        started, needed = time.monotonic(), {}
+        elapsed = lambda: time.monotonic() - started
+        for repeat in range(self.args.repeats):
+            for cell in (cell for cell in cells if repeat < cell.repeats):
+                begin = elapsed()
+                over = begin + needed.get(cell.name, 0) > self.args.minutes * 60
+                if over and repeat > 0:
+                    continue
                 sides = [side for side in cell.modes if side in self.args.sides or side in ("ours", "both")]
                 for side in sides if repeat % 2 == 0 else sides[::-1]:
-                    start = time.monotonic()
-                    records, error = self.run(cell, side)
-                    results.append({"cell": cell.name, "group": cell.group, "program": cell.program, "side": side,
-                                    "repeat": repeat, "records": records, "error": error,
-                                    "seconds": round(time.monotonic() - start, 1)})
-                    saved["minutes"] = round((time.monotonic() - started) / 60, 1)
+                    start = elapsed()
+                    records, error = ([], "not run: the time was over") if over else self.run(cell, side)
+                    seconds = round(elapsed() - start, 1)
+                    saved["results"].append({"cell": cell.name, "group": cell.group, "program": cell.program,
+                                             "side": side, "repeat": repeat, "records": records, "error": error,
+                                             "seconds": seconds})
+                    saved["minutes"] = round(elapsed() / 60, 1)
                     (self.out / "results.json").write_text(json.dumps(saved, indent=1) + "\n")
-                    state = f"failed: {error}" if error else "ok"
-                    print(f"[{time.monotonic() - started:5.0f} s] {cell.name}, {side}, repeat {repeat}: "
-                          f"{results[-1]['seconds']} s, {state}", file=sys.stderr, flush=True)
+                    print(f"[{elapsed():5.0f} s] {cell.name}, {side}, repeat {repeat}: {seconds} s, "
+                          f"{f'failed: {error}' if error else 'ok'}", file=sys.stderr, flush=True)
+                needed[cell.name] = elapsed() - begin
 
 
 def first_match(file, key):
@@ -199,6 +207,7 @@ def main():
     parser.add_argument("--sides", default="python,gloo,shm")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--repeats", type=int, default=0, help="of each cell at most; default 3, with --quick 1")
+    parser.add_argument("--minutes", type=float, default=0, help="then nothing more is started; default 28, or 7.5")
     parser.add_argument("--max-wait", type=float, default=20, help="seconds that a process waits for a quiet machine")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one process")
     parser.add_argument("--plot-python", default="", help="a Python with matplotlib; without one there are no plots")
@@ -207,6 +216,7 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the cells")
     args = parser.parse_args()
     args.repeats = args.repeats or (1 if args.quick else 3)
+    args.minutes = args.minutes or (7.5 if args.quick else 28)
 
     names = {name.strip() for name in args.cells.split(",") if name.strip()}
     cells = [cell for cell in all_cells(args.quick)
