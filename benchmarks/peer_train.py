@@ -73,7 +73,9 @@ class Trainer:
         else:
             sys.exit(f"unknown mode {mode}")
         self.parameters = parameters
-        choice = {} if args.opt_impl == "default" else {"foreach": args.opt_impl == "foreach", "fused": args.opt_impl == "fused"}
+        choice = {}
+        if args.opt_impl != "default":
+            choice = {"foreach": args.opt_impl == "foreach", "fused": args.opt_impl == "fused"}
         self.optimizer = torch.optim.AdamW(
             parameters, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **choice
         )

@@ -29,7 +29,7 @@ def draw_bars(bars):
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set_ylabel("step / ideal")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(bars))
     save(figure, "step_over_ideal.svg")
 
 

@@ -127,13 +127,14 @@ def held_to(r):
                 "small 1 rank": "world size 1 / plain model, small",
                 "small 4 ranks": "4 ranks on 2 cores, small / its ideal"}[cell]
         row(name, limit, r.to_ideal(cell, "shm", ideal=ideal), r.to_ideal(cell, "python", ideal=ideal))
-    row("hooks per wrapped module, forward + backward, 1 rank", 5, r.hooks("hooks 1 rank", "shm", 8, ("own", "reshard")),
-        r.hooks("hooks 1 rank", "python", 8, ("own", "reshard")), unit=" us")
+    row("hooks per wrapped module, forward + backward, 1 rank", 5,
+        *(r.hooks("hooks 1 rank", side, 8, ("own", "reshard")) for side in ("shm", "python")), unit=" us")
     for name, limit, ours, python in (("torch::optim::AdamW", 3, "torch_adamw", "adamw"),
                                       ("at::_fused_adamw_ on lists", 0.3, "fused_adamw_lists", "adamw_fused"),
                                       ("fsdp2::optim::AdamW", 0.1, "fsdp2_adamw", "adamw_fused")):
         row(f"DTensor cost per parameter, {name}", limit, r.optim("ours", ours), r.optim("python", python), unit=" us")
-    peak = [list(r.train("medium memory", side, "fsdp2", "rss_peak_over_start_mb").values()) for side in ("shm", "python")]
+    peak = [list(r.train("medium memory", side, "fsdp2", "rss_peak_over_start_mb").values())
+            for side in ("shm", "python")]
     row("peak memory over start, medium", 420, *peak, unit=" MiB")
     pair = "collectives 2 ranks"
     for name, key in (("all-gather", "ag"), ("reduce-scatter", "rs")):
@@ -277,8 +278,9 @@ def dcp_table(r):
     for record in r.dcp():
         if "metadata" in record:
             ours, python = record["metadata"]["ours"], record["metadata"]["python"]
-            after = ["", f"`.metadata` of {ours['keys']:,} keys: ours {ours['ms'] / 1e3:.2f} s and "
-                     f"{ours['rss_peak_mb'] - ours['rss_before_mb']:,.0f} MB at the peak, Python {python['ms'] / 1e3:.2f} s."]
+            peak = ours["rss_peak_mb"] - ours["rss_before_mb"]
+            after = ["", f"`.metadata` of {ours['keys']:,} keys: ours {ours['ms'] / 1e3:.2f} s and {peak:,.0f} MB at "
+                     f"the peak, Python {python['ms'] / 1e3:.2f} s."]
             continue
         what = "2,000 of 8x8" if "--tensors" in record["options"] else f"{record['ours'][0]['mb']:,.0f} MB"
         get = lambda side, key, kind="time_ratio": spread([run[kind][key] for run in record[side]])

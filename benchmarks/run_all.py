@@ -6,7 +6,8 @@
     benchmarks/run_all.py --from results.json     only writes the report again
 
 A cell is one setting. Its sides (Python, the library on Gloo, the library on shared memory) run one after another, in
-reverse order every other repeat, each as fresh processes. What fails is listed in the report, and the rest goes on.
+reverse order every other repeat, each as fresh processes. Every cell runs once before any runs again. What fails is
+listed in the report, and the rest goes on.
 Results are in build/<preset>/bench/results.json, the report in benchmarks/report.md with its plots beside it.
 """
 import argparse
@@ -112,6 +113,16 @@ class Runner:
         start = [f"{args.build}/bin/fsdp2", "run", "--nproc-per-node", str(cell.world)]
         return [*start, f"{args.build}/bin/bench_{cell.program}", *extra, "--backend", side]
 
+    @staticmethod
+    def stop(process):
+        """Ends the launcher and its ranks, which ends them where it is given the time."""
+        process.terminate()
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
     def run(self, cell, side):
         """The JSON lines that the command printed, or what went wrong."""
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
@@ -121,9 +132,11 @@ class Runner:
             limit = self.args.timeout * (4 if cell.program == "dcp" else 1)
             output, errors = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            self.stop(process)
             return [], f"took longer than {limit} s"
+        except BaseException:  # this program is told to end
+            self.stop(process)
+            raise
         if cell.program == "dcp":
             file = self.out / "dcp.json"
             records = json.loads(file.read_text()) if process.returncode == 0 and file.exists() else []
@@ -135,21 +148,30 @@ class Runner:
             return records, f"exit code {process.returncode}: {tail[-400:]}"
         return records, None
 
-    def run_all(self, cells):
-        results, started = [], time.monotonic()
-        for cell in cells:
-            for repeat in range(min(cell.repeats, self.args.repeats)):
+    def run_all(self, cells, saved):
+        """Every cell once, then again while there is time. The file of results is kept up to date: it is what a run
+        that is stopped leaves."""
+        started, needed = time.monotonic(), {}
+        elapsed = lambda: time.monotonic() - started
+        for repeat in range(self.args.repeats):
+            for cell in (cell for cell in cells if repeat < cell.repeats):
+                begin = elapsed()
+                over = begin + needed.get(cell.name, 0) > self.args.minutes * 60
+                if over and repeat > 0:
+                    continue
                 sides = [side for side in cell.modes if side in self.args.sides or side in ("ours", "both")]
                 for side in sides if repeat % 2 == 0 else sides[::-1]:
-                    start = time.monotonic()
-                    records, error = self.run(cell, side)
-                    results.append({"cell": cell.name, "group": cell.group, "program": cell.program, "side": side,
-                                    "repeat": repeat, "records": records, "error": error,
-                                    "seconds": round(time.monotonic() - start, 1)})
-                    state = f"failed: {error}" if error else "ok"
-                    print(f"[{time.monotonic() - started:5.0f} s] {cell.name}, {side}, repeat {repeat}: "
-                          f"{results[-1]['seconds']} s, {state}", file=sys.stderr, flush=True)
-        return results
+                    start = elapsed()
+                    records, error = ([], "not run: the time was over") if over else self.run(cell, side)
+                    seconds = round(elapsed() - start, 1)
+                    saved["results"].append({"cell": cell.name, "group": cell.group, "program": cell.program,
+                                             "side": side, "repeat": repeat, "records": records, "error": error,
+                                             "seconds": seconds})
+                    saved["minutes"] = round(elapsed() / 60, 1)
+                    (self.out / "results.json").write_text(json.dumps(saved, indent=1) + "\n")
+                    print(f"[{elapsed():5.0f} s] {cell.name}, {side}, repeat {repeat}: {seconds} s, "
+                          f"{f'failed: {error}' if error else 'ok'}", file=sys.stderr, flush=True)
+                needed[cell.name] = elapsed() - begin
 
 
 def first_match(file, key):
@@ -185,6 +207,7 @@ def main():
     parser.add_argument("--sides", default="python,gloo,shm")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--repeats", type=int, default=0, help="of each cell at most; default 3, with --quick 1")
+    parser.add_argument("--minutes", type=float, default=0, help="then nothing more is started; default 28, or 7.5")
     parser.add_argument("--max-wait", type=float, default=20, help="seconds that a process waits for a quiet machine")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one process")
     parser.add_argument("--plot-python", default="", help="a Python with matplotlib; without one there are no plots")
@@ -193,6 +216,7 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the cells")
     args = parser.parse_args()
     args.repeats = args.repeats or (1 if args.quick else 3)
+    args.minutes = args.minutes or (7.5 if args.quick else 28)
 
     names = {name.strip() for name in args.cells.split(",") if name.strip()}
     cells = [cell for cell in all_cells(args.quick)
@@ -210,12 +234,13 @@ def main():
         saved = json.loads(Path(args.source).read_text())
     else:
         args.sides = args.sides.split(",")
-        start = time.monotonic()
-        runner = Runner(args)
-        results = runner.run_all(cells)
-        saved = {"machine": describe_machine(args), "quick": args.quick, "repeats": args.repeats,
-                 "minutes": round((time.monotonic() - start) / 60, 1), "results": results}
-        (runner.out / "results.json").write_text(json.dumps(saved, indent=1) + "\n")
+        saved = {"machine": describe_machine(args), "quick": args.quick, "repeats": args.repeats, "minutes": 0,
+                 "results": []}
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            Runner(args).run_all(cells, saved)
+        except KeyboardInterrupt:
+            print("stopped: a report of what was measured", file=sys.stderr)
 
     out, plots = Path(args.out), []
     if args.plot_python:

@@ -26,6 +26,7 @@
 #include "process/cpu_allocator.h"
 #include "process/world.h"
 #include "tensor/dtensor_spec.h"
+#include "torch_compat.h"
 
 namespace fsdp2 {
 
@@ -399,7 +400,7 @@ namespace {
 
 /// Where bytes of the host travel.
 c10::Device transport_device(const ProcessGroup& group) {
-  return group->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
+  return detail::has_backend(*group, c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #else
 #define FSDP2_WIDE
 #endif
+#define FSDP2_INLINE inline __attribute__((always_inline))
 
 namespace fsdp2::detail {
 namespace {
@@ -55,7 +56,7 @@ void for_each_piece(const std::vector<Piece>& pieces, Visit&& visit) {
 constexpr int64_t kLanes = 32;
 
 template <class Value>
-inline double squares(const Value* data, int64_t numel) {
+FSDP2_INLINE double squares(const Value* data, int64_t numel) {
   std::array<double, kLanes> lanes{};
   int64_t index = 0;
   for (; index + kLanes <= numel; index += kLanes) {
@@ -74,7 +75,7 @@ inline double squares(const Value* data, int64_t numel) {
 }
 
 template <class Value>
-inline void scale_values(Value* data, int64_t numel, double scale) {
+FSDP2_INLINE void scale_values(Value* data, int64_t numel, double scale) {
   using Wide = at::opmath_type<Value>;
   const auto factor = static_cast<Wide>(scale);
   for (int64_t index = 0; index < numel; ++index) {

@@ -2,6 +2,8 @@
 // The shm backend when things happen late, in another order, wrongly or not at all.
 
 #include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <filesystem>
@@ -276,6 +278,24 @@ TEST(ShmTeardown, NothingIsLeft) {
                         },
                         {.init_process_group = false}));
   EXPECT_EQ(count("/dev/shm"), before);
+}
+
+TEST(ShmTeardown, AForkedChildIsNoRank) {
+  ASSERT_TRUE(shm_ranks(2, [](int) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      fsdp2::destroy_process_group();
+      ::_exit(0);
+    }
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+    Tensor x = torch::ones({10});
+    fsdp2::barrier();
+    std::this_thread::sleep_for(milliseconds(50));
+    fsdp2::all_reduce(x);
+    EXPECT_EQ(x[0].item<double>(), 2);
+  }));
 }
 
 TEST(ShmCrowded, EightRanksOnFewProcessors) {

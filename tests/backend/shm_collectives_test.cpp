@@ -20,18 +20,21 @@ const std::vector<int64_t> kSizes = {1, 1000, 150001};
 /// Calls whose names differ between releases on c10d::ProcessGroup.
 c10::intrusive_ptr<c10d::Backend> cpu(const ProcessGroup& group) { return group->getBackend(c10::DeviceType::CPU); }
 
-/// What `rank` has: the same on whichever rank it is asked for.
+/// What `rank` has: the same on whichever rank it is asked for. A stretch of random numbers, repeated.
 Tensor data_of(int rank, at::ScalarType dtype, int64_t numel, int seed = 0) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 * seed + rank + 1));
-  if (dtype == torch::kBool) return at::randint(0, 2, {numel}, generator, at::TensorOptions(torch::kLong)).to(dtype);
-  if (c10::isComplexType(dtype)) {
-    const Tensor parts = at::randn({numel, 2}, generator, at::TensorOptions(torch::kDouble));
-    return at::view_as_complex(parts).to(dtype);
-  }
-  if (c10::isIntegralType(dtype, false)) {
-    return at::randint(0, 1 << 20, {numel}, generator, at::TensorOptions(torch::kLong)).to(dtype);  // narrow ones wrap
-  }
-  return (at::randn({numel}, generator, at::TensorOptions(torch::kDouble)) * 8).to(dtype);
+  static const Tensor random = [] {
+    torch::manual_seed(11);
+    return torch::randn({2 * 65521}, torch::kDouble) * 8;
+  }();
+  const int64_t offset = (7919 * rank + 104729 * int64_t{seed}) % 65521;
+  const auto stretch = [&](int64_t count) {
+    return random.repeat({(offset + count) / random.numel() + 1}).narrow(0, offset, count);
+  };
+  if (dtype == torch::kBool) return stretch(numel).gt(0);
+  if (c10::isComplexType(dtype)) return at::view_as_complex(stretch(2 * numel).view({numel, 2}).clone()).to(dtype);
+  if (c10::isIntegralType(dtype, false))
+    return (stretch(numel) * 10000).to(torch::kLong).to(dtype);  // narrow ones wrap
+  return stretch(numel).to(dtype).clone();
 }
 
 bool same_bits(const Tensor& a, const Tensor& b) {

@@ -10,6 +10,20 @@
 
 namespace fsdp2::detail::shm {
 
+#if defined(__x86_64__)
+namespace {
+
+// One store per line keeps the processor from writing a line in parts.
+__attribute__((target("avx512f"))) void stream_lines(std::byte* to, const std::byte* from, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+}
+
+const bool has_avx512 = __builtin_cpu_supports("avx512f") != 0;
+
+}  // namespace
+#endif
+
 void copy_bytes(std::byte* to, const std::byte* from, size_t bytes, bool past_cache) {
 #if defined(__x86_64__)
   constexpr size_t kLine = 64;
@@ -17,7 +31,8 @@ void copy_bytes(std::byte* to, const std::byte* from, size_t bytes, bool past_ca
     const size_t head = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
     std::memcpy(to, from, head);
     const size_t end = head + (bytes - head) / kLine * kLine;
-    for (size_t i = head; i < end; i += kLine) {
+    if (has_avx512) stream_lines(to + head, from + head, end - head);
+    for (size_t i = has_avx512 ? end : head; i < end; i += kLine) {
       const auto* source = reinterpret_cast<const __m128i*>(from + i);
       auto* target = reinterpret_cast<__m128i*>(to + i);
       const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);

@@ -33,6 +33,7 @@ Members::Members(File file, std::shared_ptr<SharedMemory> memory, MemberState* s
 }
 
 Members::~Members() {
+  if (states_[rank_].pid.load() != ::getpid()) return;  // a forked child is no rank
   uint32_t expected = MemberState::kMember;
   states_[rank_].state.compare_exchange_strong(expected, MemberState::kLeft);
 }

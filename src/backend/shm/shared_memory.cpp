@@ -99,7 +99,6 @@ SharedMemory::SharedMemory(const File& file, size_t bytes, const char* what) : b
               "; see ulimit -v and vm.max_map_count");
   data_ = static_cast<std::byte*>(address);
   ::madvise(address, bytes, MADV_HUGEPAGE);  // only a wish: systems without it go on with small pages
-  ::madvise(address, bytes, MADV_DONTFORK);  // a forked child is no rank and must not keep the memory
 }
 
 SharedMemory::~SharedMemory() { ::munmap(data_, bytes_); }

@@ -429,7 +429,7 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wa
 }
 
 ShmBackend* shm_backend_of(const ProcessGroup& group) {
-  if (!group.defined() || !group->hasBackendForDeviceType(c10::DeviceType::CPU)) return nullptr;
+  if (!group.defined() || !has_backend(*group, c10::DeviceType::CPU)) return nullptr;
   return dynamic_cast<ShmBackend*>(group->getBackend(c10::DeviceType::CPU).get());
 }
 
