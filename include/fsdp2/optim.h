@@ -1,7 +1,8 @@
 #pragma once
 
 // Optimizers that update all parameters of one dtype and device in one fused call. Python twins: torch.optim.AdamW,
-// Adam and SGD with fused=True, whose results they give to the last bit.
+// Adam and SGD with fused=True, whose results they give to the last bit, except for SGD with momentum in bfloat16 and
+// float16 on the CPU, which goes round a fault of libtorch's operator.
 
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
