@@ -3,8 +3,8 @@
 // What differs between the supported libtorch releases, and nothing else.
 
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/version.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
 #include <utility>

@@ -68,8 +68,8 @@ Tensor FSDPParam::own_rows_of(const Tensor& whole) const {
 }
 
 Tensor FSDPParam::local_view_of(const Tensor& slot) const {
-  c10::SmallVector<int64_t, 5> shape(sizes_.begin(), sizes_.end());
-  shape[shard_dim_] = chunk_range(geometry_.rows, parts_, own_part_).length;
+  c10::DimVector shape(sizes_);
+  shape[static_cast<size_t>(shard_dim_)] = chunk_range(geometry_.rows, parts_, own_part_).length;
   // Not by operators: a version counter of its own, so that edits of one parameter are told from another's.
   Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slot.storage()), slot.key_set(), slot.dtype());
   view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
@@ -152,13 +152,13 @@ void FSDPParam::check_unsharded() const {
       alive.scalar_type(), " ", alive.sizes(), " on ", alive.device(),
       "), e.g. by module->to(): the change cannot be kept. Drop it with reset_iter_state() on the root; next time "
       "call reshard() on its module first, then convert");
-  FSDP2_CHECK(
-      alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
-      " was written in place while it was unsharded: ",
-      whole_is_borrowed_ ? "it was shown from shared memory, so the write has reached the shards of all ranks. Load a "
-                           "checkpoint after reset_iter_state() on the root"
-                         : "the write cannot be kept. Drop it with reset_iter_state() on the root",
-      "; next time call reshard() on its module first, then write into the sharded parameter");
+  FSDP2_CHECK(alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
+              " was written in place while it was unsharded: ",
+              whole_is_borrowed_
+                  ? "it was shown from shared memory, so the write has reached the shards of all ranks. Load a "
+                    "checkpoint after reset_iter_state() on the root"
+                  : "the write cannot be kept. Drop it with reset_iter_state() on the root",
+              "; next time call reshard() on its module first, then write into the sharded parameter");
 }
 
 void FSDPParam::check_gathered() const {

@@ -51,8 +51,8 @@ GradientReduction::GradientReduction(std::shared_ptr<ParamGroup> group,
   }
   constexpr size_t kLightBytes = size_t{512} << 10;
   is_light_ = ranks_compared() && std::all_of(buckets_.begin(), buckets_.end(), [&](const Bucket& bucket) {
-    return bucket.out.nbytes() * static_cast<size_t>(group_->size_) <= kLightBytes;
-  });
+                return bucket.out.nbytes() * static_cast<size_t>(group_->size_) <= kLightBytes;
+              });
 }
 
 double GradientReduction::divisor() const {

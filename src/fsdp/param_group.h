@@ -192,7 +192,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   c10::Device device_;  // that forward runs on
   std::optional<CPUOffloadPolicy> offload_;
   std::optional<DeviceMesh> part_mesh_;
-  bool gather_from_parts_ = false;  // of the gather under way
+  bool gather_from_parts_ = false;          // of the gather under way
   GatherWay way_ = GatherWay::kCollective;  // the same
   std::unique_ptr<SharedWholes> shared_;
   bool in_place_allowed_ = false;

@@ -15,9 +15,10 @@ bool ReductionQueue::start(std::shared_ptr<ParamGroup> group, std::vector<std::p
   auto holding = static_cast<size_t>(
       std::count_if(running_.begin(), running_.end(), [](const auto& each) { return each->holds_input(); }));
   constexpr size_t kLightOnes = 4;
-  max_inputs += std::min(kLightOnes, static_cast<size_t>(std::count_if(
-                                         running_.begin(), running_.end(),
-                                         [](const auto& each) { return each->holds_input() && each->is_light(); })));
+  max_inputs +=
+      std::min(kLightOnes, static_cast<size_t>(std::count_if(running_.begin(), running_.end(), [](const auto& each) {
+                 return each->holds_input() && each->is_light();
+               })));
   for (const auto& each : running_) {
     if (holding < max_inputs) break;
     if (each->holds_input()) {

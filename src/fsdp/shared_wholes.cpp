@@ -9,9 +9,9 @@
 namespace fsdp2::detail {
 
 // Note [Parameters in shared memory]
-// On the shm backend the whole parameters of a group lie in one mapping of all ranks, each whole in one piece, for good.
-// The shards of the ranks are their rows of it, so that an optimizer's step is at once where the others read it (with
-// another computation dtype the mapping holds copies that each rank casts of its own shard). Gathering is then no
+// On the shm backend the whole parameters of a group lie in one mapping of all ranks, each whole in one piece, for
+// good. The shards of the ranks are their rows of it, so that an optimizer's step is at once where the others read it
+// (with another computation dtype the mapping holds copies that each rank casts of its own shard). Gathering is then no
 // copy and no message: the parameter is shown over the mapping. What remains of the all-gather is its order in time:
 //
 //   a rank must not read before all ranks have written: a barrier at the beginning of the root's forward and of
@@ -38,7 +38,8 @@ void release_holder(void* context) { delete static_cast<MemoryHolder*>(context);
 
 Tensor own_storage(const Tensor& view) {
   auto* memory = new Tensor(view);
-  return at::from_blob(view.data_ptr(), view.sizes(), [memory](void*) { delete memory; }, view.options());
+  return at::from_blob(
+      view.data_ptr(), view.sizes(), [memory](void*) { delete memory; }, view.options());
 }
 
 SharedWholes::SharedWholes(shm::ShmBackend& backend, std::vector<FSDPParam>& params,

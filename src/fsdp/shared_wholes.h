@@ -31,7 +31,7 @@ class SharedWholes {
   struct Place {
     size_t offset = 0;  // of the whole
     at::ScalarType dtype{};
-    bool cast = false;  // the shard lives elsewhere; here is a copy in another dtype
+    bool cast = false;     // the shard lives elsewhere; here is a copy in another dtype
     uint32_t version = 0;  // of the shard, when published
     Tensor mine;           // where `cast`: this rank's rows
   };

@@ -141,8 +141,7 @@ void StagedReduction::stage_next() {
     if (to == ring_->rank_) continue;
     std::byte* part = slot + static_cast<size_t>(place++ * per_chunk_) * size;
     for_spans(index, [&](const Piece& piece, int64_t begin, int64_t length, int64_t at) {
-      const int64_t there =
-          piece.gradient.defined() ? std::clamp<int64_t>(numel_of(piece, to) - begin, 0, length) : 0;
+      const int64_t there = piece.gradient.defined() ? std::clamp<int64_t>(numel_of(piece, to) - begin, 0, length) : 0;
       if (there > 0) {
         const auto* from = static_cast<const std::byte*>(piece.gradient.const_data_ptr());
         std::memcpy(part + static_cast<size_t>(at) * size, from + static_cast<size_t>(to * piece.chunk + begin) * size,

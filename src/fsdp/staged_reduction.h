@@ -36,7 +36,7 @@ class StagingRing {
   std::shared_ptr<shm::Signals> written_, read_;  // chunks so far, per rank
   uint64_t reserved_ = 0, staged_ = 0;            // chunks of this rank
   bool broken_ = false;
-  std::deque<StagedReduction*> unfinished_;       // oldest first
+  std::deque<StagedReduction*> unfinished_;  // oldest first
 };
 
 class StagedReduction {
@@ -48,8 +48,8 @@ class StagedReduction {
     int64_t chunk = 0;
   };
   /// All pieces have dtype `dtype`. `out`: one rank's chunks one after the other, filled by finish() with the sum over
-  /// ranks, in their order, over `divisor`. Ranks must agree on the fingerprint. `label` is for error texts. Stages what
-  /// it can without waiting.
+  /// ranks, in their order, over `divisor`. Ranks must agree on the fingerprint. `label` is for error texts. Stages
+  /// what it can without waiting.
   StagedReduction(std::shared_ptr<StagingRing> ring, std::vector<Piece> pieces, at::ScalarType dtype, at::Tensor out,
                   double divisor, uint64_t fingerprint, std::string label);
   ~StagedReduction();

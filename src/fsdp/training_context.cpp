@@ -183,9 +183,9 @@ std::string difference_of(const std::string& names, const ProcessGroup& over) {
 }
 
 [[noreturn]] void throw_different(const std::string& difference) {
-  FSDP2_THROW(kUsage,
-              "[fsdp] ranks reduced gradients of different parameters in one backward, so the gradients are wrong: ",
-              difference, ". Every rank must use the same parameters in each step; call zero_grad() and mend the forward");
+  FSDP2_THROW(
+      kUsage, "[fsdp] ranks reduced gradients of different parameters in one backward, so the gradients are wrong: ",
+      difference, ". Every rank must use the same parameters in each step; call zero_grad() and mend the forward");
 }
 
 /// What this rank reduced over one process group.

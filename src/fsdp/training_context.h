@@ -73,7 +73,7 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   void warn_of_second_root(int graph_task) const;
 
   std::string label_;
-  int graph_task_ = -1;  // autograd's number of the backward under way
+  int graph_task_ = -1;        // autograd's number of the backward under way
   bool reduced_any_ = false;   // in this backward
   bool accumulating_ = false;  // the last backward reduced nothing, so no optimizer is expected to have stepped
   std::vector<std::weak_ptr<ModuleState>> forward_order_;

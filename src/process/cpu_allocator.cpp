@@ -28,9 +28,9 @@ namespace fsdp2::detail {
 
 namespace {
 
-constexpr size_t kLeast = size_t{32} << 10;   // below, malloc
-constexpr size_t kUnit = kLeast;              // blocks begin at multiples of it
-constexpr size_t kRange = size_t{1} << 40;    // of addresses, not of memory
+constexpr size_t kLeast = size_t{32} << 10;  // below, malloc
+constexpr size_t kUnit = kLeast;             // blocks begin at multiples of it
+constexpr size_t kRange = size_t{1} << 40;   // of addresses, not of memory
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kColours = 64;  // tensors that begin at equal distances from a page's beginning evict each other
 constexpr size_t kColourBytes = 64;
@@ -125,9 +125,7 @@ class Blocks {
   Blocks(void* range, void* sizes)
       : begin_(reinterpret_cast<uintptr_t>(range)), end_(begin_), sizes_(static_cast<size_t*>(sizes)) {}
 
-  void* coloured(void* block) const {
-    return static_cast<std::byte*>(block) + taken_ * 7 % kColours * kColourBytes;
-  }
+  void* coloured(void* block) const { return static_cast<std::byte*>(block) + taken_ * 7 % kColours * kColourBytes; }
 
   void count_taken(size_t bytes) {
     used_bytes_ += bytes;

@@ -60,7 +60,8 @@ const DTensorSpec* first_spec(const c10::IValue& value) {
 
 void dtensor_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto* info = find_operator(op);
-  if (info == nullptr) [[unlikely]] deny(op, *stack);
+  if (info == nullptr) [[unlikely]]
+    deny(op, *stack);
   OperatorCall call{op, *info, *stack};
   info->handler(call);
 }

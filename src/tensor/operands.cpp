@@ -31,19 +31,20 @@ void throw_records_grad(const c10::OperatorHandle& op, const DTensorSpec& spec) 
 void throw_layouts(const c10::OperatorHandle& op, const DTensorSpec& first, const DTensorSpec& second) {
   if (first.has_partial()) throw_partial(op, first);
   if (second.has_partial()) throw_partial(op, second);
-  FSDP2_THROW(kUsage, "[dtensor] ", operator_text(op), " on two layouts: ", describe(first), " and ",
-              describe(second), "; element-wise operators need one mesh, shape and list of placements: redistribute() "
+  FSDP2_THROW(kUsage, "[dtensor] ", operator_text(op), " on two layouts: ", describe(first), " and ", describe(second),
+              "; element-wise operators need one mesh, shape and list of placements: redistribute() "
               "one of them");
 }
 
 void check_grad(const c10::OperatorHandle& op, const Tensor& tensor, const DTensorSpec& spec) {
-  if (records_grad(tensor)) [[unlikely]] throw_records_grad(op, spec);
+  if (records_grad(tensor)) [[unlikely]]
+    throw_records_grad(op, spec);
 }
 
 Tensor wrap_result(const c10::OperatorHandle& op, const DTensorSpec& like, Tensor local) {
   FSDP2_CHECK(local.sizes() == like.local.sizes() && local.layout() == at::kStrided, kUnsupported, "[dtensor] ",
-              operator_text(op), " on ", describe(like), " gave a part of shape ", local.sizes(), ", ",
-              local.layout(), " where ", like.local.sizes(), " was due: the result has no such layout");
+              operator_text(op), " on ", describe(like), " gave a part of shape ", local.sizes(), ", ", local.layout(),
+              " where ", like.local.sizes(), " was due: the result has no such layout");
   return make_dtensor_result(like, std::move(local));
 }
 
@@ -72,8 +73,10 @@ DTensorSpec* Operands::add(const Tensor& tensor, uint16_t index, bool written) {
 void Operands::finish() const {
   FSDP2_CHECK(layout_ != nullptr, kUsage, "[dtensor] ", operator_text(op_),
               " reached the DTensor dispatch without a DTensor: the key was included by hand");
-  if (plain_ != nullptr) [[unlikely]] throw_mixed(op_, *layout_, plain_->sizes());
-  if (layout_->has_partial() && !is_right_on_partial()) [[unlikely]] throw_partial(op_, *layout_);
+  if (plain_ != nullptr) [[unlikely]]
+    throw_mixed(op_, *layout_, plain_->sizes());
+  if (layout_->has_partial() && !is_right_on_partial()) [[unlikely]]
+    throw_partial(op_, *layout_);
 }
 
 bool Operands::is_right_on_partial() const {
@@ -115,7 +118,8 @@ DTensorSpec* ListOperands::add(const Tensor& tensor, size_t position, bool writt
     throw_layouts(op_, *first, *spec);
   }
   check_grad(op_, tensor, *spec);
-  if (spec->has_partial() && info_.on_partial != OnPartial::kIdentity) [[unlikely]] throw_partial(op_, *spec);
+  if (spec->has_partial() && info_.on_partial != OnPartial::kIdentity) [[unlikely]]
+    throw_partial(op_, *spec);
   return spec;
 }
 
@@ -127,7 +131,8 @@ void ListOperands::add_single(const Tensor& tensor, bool written) {
 
 void ListOperands::finish() const {
   FSDP2_CHECK(some_ != nullptr, kUnsupported, "[dtensor] ", operator_text(op_), " with a DTensor outside its lists");
-  if (plain_.defined()) [[unlikely]] throw_mixed(op_, *some_, plain_.sizes());
+  if (plain_.defined()) [[unlikely]]
+    throw_mixed(op_, *some_, plain_.sizes());
 }
 
 Tensor ListOperands::wrap(size_t position, Tensor local) const {

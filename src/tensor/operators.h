@@ -72,16 +72,16 @@ struct OperatorRow {
 const std::vector<OperatorRow>& operator_rows();
 
 // Handlers.
-void run_elementwise(OperatorCall& call);   // on the locals; results keep the layout
-void run_foreach(OperatorCall& call);       // the same, position by position of lists
+void run_elementwise(OperatorCall& call);  // on the locals; results keep the layout
+void run_foreach(OperatorCall& call);      // the same, position by position of lists
 void run_alias(OperatorCall& call);
 void run_detach(OperatorCall& call);
-void run_contiguous(OperatorCall& call);    // the tensor itself
-void run_cast(OperatorCall& call);          // dtype or device; differentiable
-void run_on_marked(OperatorCall& call);     // reads or changes the TensorImpl, not the values
+void run_contiguous(OperatorCall& call);  // the tensor itself
+void run_cast(OperatorCall& call);        // dtype or device; differentiable
+void run_on_marked(OperatorCall& call);   // reads or changes the TensorImpl, not the values
 void run_set_data(OperatorCall& call);
 void run_backward_call(OperatorCall& call);
-void run_random(OperatorCall& call);        // draws the whole, keeps the part (random.cpp)
+void run_random(OperatorCall& call);  // draws the whole, keeps the part (random.cpp)
 void run_random_like(OperatorCall& call);
 // Full reductions to one plain value, the same on every rank (reductions.cpp).
 void run_sum(OperatorCall& call);

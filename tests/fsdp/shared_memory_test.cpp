@@ -197,7 +197,8 @@ SHM_TEST(OtherWaysOfGatheringWorkAfterSharing, 2) {
     Tensor allocate(at::IntArrayRef size, const at::TensorOptions& options) override {
       return torch::empty(size, options);
     }
-    c10::intrusive_ptr<c10d::Work> operator()(Tensor& out, const Tensor& in, const fsdp2::ProcessGroup& group) override {
+    c10::intrusive_ptr<c10d::Work> operator()(Tensor& out, const Tensor& in,
+                                              const fsdp2::ProcessGroup& group) override {
       ++calls;
       fsdp2::all_gather_into_tensor(out, in, group);
       return nullptr;

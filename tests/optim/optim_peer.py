@@ -1,8 +1,8 @@
 """Python's fused optimizers on the cases of optim_peer_test.cpp: optim_peer.py CASES.json FOLDER
 
 For 1 to 3 parts of every parameter, each part by itself as a rank would have it: the values and state after the steps,
-as a checkpoint FOLDER/parts. Then continues FOLDER/cpp, which C++ saved after three steps, by two more and compares with
-the values in it; and saves FOLDER/python, the same the other way round.
+as a checkpoint FOLDER/parts. Then continues FOLDER/cpp, which C++ saved after three steps, by two more and compares
+with the values in it; and saves FOLDER/python, the same the other way round.
 """
 import json
 import os
