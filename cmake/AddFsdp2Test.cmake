@@ -5,6 +5,7 @@
 #   // timeout: 600             seconds for the whole executable; default: 300
 #   // libraries: fsdp2_llama   more targets to link, e.g. of the examples
 #   // processors: 4            what ctest -j counts it as; default: 2 for `ranks` and `peer`, else 1
+#   // backends: gloo, shm      what ranks that the harness starts talk over, one ctest entry each; default: gloo
 # A test that includes a private header ("process/collectives.h") is linked with the objects of the library, whose
 # internal symbols libfsdp2.so does not export; all others with libfsdp2.so.
 
@@ -58,10 +59,22 @@ function(fsdp2_add_test file)
   endif()
   _fsdp2_test_setting("${file}" processors ${processors} processors)
 
-  add_test(NAME ${name} COMMAND ${target})
-  set_tests_properties(${name} PROPERTIES
-    LABELS "${labels}"
-    TIMEOUT ${timeout}
-    PROCESSORS ${processors}
-    ENVIRONMENT "OMP_NUM_THREADS=1;GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/test-results/${target}.xml")
+  _fsdp2_test_setting("${file}" backends gloo backends)
+  string(REGEX REPLACE " *, *" ";" backends "${backends}")
+  list(GET backends 0 first_backend)
+  foreach(backend IN LISTS backends)
+    set(entry ${name})
+    set(results ${target})
+    if(NOT backend STREQUAL first_backend)
+      set(entry "${name}@${backend}")
+      set(results "${target}_${backend}")
+    endif()
+    add_test(NAME ${entry} COMMAND ${target})
+    set_tests_properties(${entry} PROPERTIES
+      LABELS "${labels}"
+      TIMEOUT ${timeout}
+      PROCESSORS ${processors}
+      ENVIRONMENT "OMP_NUM_THREADS=1;FSDP2_TEST_BACKEND=${backend};\
+GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/test-results/${results}.xml")
+  endforeach()
 endfunction()

@@ -3,8 +3,8 @@
 // What differs between the supported libtorch releases, and nothing else.
 
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/version.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
 #include <utility>
@@ -30,6 +30,14 @@ inline c10::intrusive_ptr<c10d::Work> c10d_reduce_scatter(c10d::ProcessGroup& gr
 #else
   return group._reduce_scatter_base(out, in, options);
 #endif
+}
+
+/// 2.13 has hasBackendForDeviceType() for it.
+inline bool has_backend(const c10d::ProcessGroup& group, c10::DeviceType device) {
+  for (const c10::Device& each : group.getDeviceTypes()) {
+    if (each.type() == device) return true;
+  }
+  return false;
 }
 
 // 2.13 holds autograd nodes by intrusive_ptr, earlier releases by shared_ptr.

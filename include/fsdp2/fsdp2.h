@@ -10,12 +10,14 @@
 #include <fsdp2/dcp/value.h>
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/error.h>
+#include <fsdp2/fake_backend.h>
 #include <fsdp2/fully_shard.h>
 #include <fsdp2/grad_scaler.h>
 #include <fsdp2/log.h>
 #include <fsdp2/lr_scheduler.h>
 #include <fsdp2/meta_init.h>
 #include <fsdp2/module.h>
+#include <fsdp2/optim.h>
 #include <fsdp2/policy.h>
 #include <fsdp2/process_group.h>
 #include <fsdp2/rng_state.h>

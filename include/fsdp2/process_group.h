@@ -21,7 +21,9 @@ using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using ReduceOp = c10d::ReduceOp;
 
 struct ProcessGroupOptions {
-  /// "" picks the best for this machine; "gloo", "nccl", "cpu:gloo,cuda:nccl".
+  /// "" picks the best for this machine: for CPU tensors shared memory ("shm") in groups whose ranks are on one host,
+  /// else Gloo, and NCCL for GPUs. Or "shm", "gloo", "nccl", or a list such as "cpu:shm,cuda:nccl"; "fake" runs one
+  /// rank of any world size without the others (fsdp2/fake_backend.h).
   std::string backend = "";
   /// "env://" (MASTER_ADDR, MASTER_PORT), "tcp://host:port" (rank 0 listens there), "file:///path".
   std::string init_method = "env://";

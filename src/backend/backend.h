@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <string>
+#include <vector>
 
 namespace fsdp2::detail {
 
@@ -15,12 +16,19 @@ struct BackendRequest {
   int rank = 0;
   int world_size = 1;
   std::chrono::milliseconds timeout{};
-  bool single_host = false;  // every rank is known to be on this host
+  bool single_host = false;            // every rank of the job is known to be on this host
+  std::vector<int> global_ranks = {};  // of the group's ranks, for texts
+  int job_size = 1;                    // ranks of the whole job
 };
 
 namespace gloo_backend {
 c10::intrusive_ptr<c10d::Backend> create(const BackendRequest& request);
 }  // namespace gloo_backend
+
+namespace shm_backend {
+/// Fails on all ranks together: kInvalidArgument (different hosts), kIo (the system refuses), kTimeout.
+c10::intrusive_ptr<c10d::Backend> create(const BackendRequest& request);
+}  // namespace shm_backend
 
 namespace nccl_backend {
 /// Whether this library was built with NCCL.

@@ -26,6 +26,7 @@
 #include "process/collectives.h"
 #include "process/world.h"
 #include "tensor/dtensor_spec.h"
+#include "torch_compat.h"
 
 namespace fsdp2::dcp {
 namespace {
@@ -304,7 +305,7 @@ class Loader {
     const at::Tensor& data = spec ? spec->local : tensor;
     return data.sizes() == tensor.sizes() && data.is_contiguous() && !data.is_conj() && !data.is_neg() &&
            data.nbytes() >= kLeastBroadcastBytes &&
-           fsdp2::detail::group_or_default(options_.group)->hasBackendForDeviceType(data.device().type());
+           fsdp2::detail::has_backend(*fsdp2::detail::group_or_default(options_.group), data.device().type());
   }
 
   void fill_tensor(TensorTask& task) {

@@ -8,6 +8,7 @@
 #include "dcp/local_parts.h"
 #include "dcp/staging_buffer.h"
 #include "process/collectives.h"
+#include "torch_compat.h"
 
 namespace fsdp2::dcp::detail {
 
@@ -18,7 +19,7 @@ constexpr char kWanted = 1;
 /// On which tensors of a model on this rank's device travel fastest.
 c10::Device wire_device(const ProcessGroup& group) {
   const c10::Device device = local_device();
-  return group->hasBackendForDeviceType(device.type()) ? device : c10::Device(c10::kCPU);
+  return fsdp2::detail::has_backend(*group, device.type()) ? device : c10::Device(c10::kCPU);
 }
 
 }  // namespace

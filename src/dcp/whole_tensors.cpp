@@ -16,6 +16,7 @@
 #include "process/world.h"
 #include "tensor/dtensor_spec.h"
 #include "tensor/redistribute.h"
+#include "torch_compat.h"
 
 namespace fsdp2::dcp::detail {
 
@@ -201,7 +202,7 @@ class Gatherer {
   }
 
   static c10::Device transport(const ProcessGroup& group, const at::Tensor& local, const DeviceMesh& mesh) {
-    const bool moves = group->hasBackendForDeviceType(local.device().type());
+    const bool moves = fsdp2::detail::has_backend(*group, local.device().type());
     return moves ? local.device() : fsdp2::detail::control_device(mesh);
   }
 

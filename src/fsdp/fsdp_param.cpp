@@ -3,6 +3,8 @@
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
 
+#include <utility>
+
 #include <fsdp2/error.h>
 
 #include "fsdp/unsharded_memory.h"
@@ -35,6 +37,11 @@ FSDPParam::FSDPParam(const Tensor& param, std::string fqn, const DataParallelMes
   }
 }
 
+FSDPParam::~FSDPParam() {
+  // What autograd still holds of it must not outlive the mapping.
+  if (whole_.defined() && whole_is_borrowed_) release_borrowed(whole_, freed_message_);
+}
+
 Tensor FSDPParam::param() const {
   auto impl = param_.lock();
   return impl ? Tensor(std::move(impl)) : Tensor();
@@ -61,10 +68,13 @@ Tensor FSDPParam::own_rows_of(const Tensor& whole) const {
 }
 
 Tensor FSDPParam::local_view_of(const Tensor& slot) const {
-  std::vector<int64_t> shape = sizes_;
-  shape[shard_dim_] = chunk_range(geometry_.rows, parts_, own_part_).length;
-  // variable_data(): a version counter of its own, so that edits of one parameter are told from another's.
-  return slot.narrow(0, 0, geometry_.outer * shape[shard_dim_] * geometry_.inner).view(shape).variable_data();
+  c10::DimVector shape(sizes_);
+  shape[static_cast<size_t>(shard_dim_)] = chunk_range(geometry_.rows, parts_, own_part_).length;
+  // Not by operators: a version counter of its own, so that edits of one parameter are told from another's.
+  Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slot.storage()), slot.key_set(), slot.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  view.unsafeGetTensorImpl()->set_storage_offset(slot.storage_offset());
+  return view;
 }
 
 void FSDPParam::set_sharded(Tensor local) {
@@ -115,6 +125,11 @@ void FSDPParam::alias_whole_to_shard() {
 
 void FSDPParam::acquire_whole() { acquire_unsharded(whole_); }
 
+void FSDPParam::borrow_whole(void* data) {
+  borrow_unsharded(whole_, data);
+  whole_is_borrowed_ = true;
+}
+
 void FSDPParam::to_unsharded() {
   shown_ = Shown::kWhole;
   part_ = Tensor();
@@ -137,10 +152,13 @@ void FSDPParam::check_unsharded() const {
       alive.scalar_type(), " ", alive.sizes(), " on ", alive.device(),
       "), e.g. by module->to(): the change cannot be kept. Drop it with reset_iter_state() on the root; next time "
       "call reshard() on its module first, then convert");
-  FSDP2_CHECK(
-      alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
-      " was written in place while it was unsharded: the write cannot be kept. Drop it with reset_iter_state() on "
-      "the root; next time call reshard() on its module first, then write into the sharded parameter");
+  FSDP2_CHECK(alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
+              " was written in place while it was unsharded: ",
+              whole_is_borrowed_
+                  ? "it was shown from shared memory, so the write has reached the shards of all ranks. Load a "
+                    "checkpoint after reset_iter_state() on the root"
+                  : "the write cannot be kept. Drop it with reset_iter_state() on the root",
+              "; next time call reshard() on its module first, then write into the sharded parameter");
 }
 
 void FSDPParam::check_gathered() const {
@@ -158,6 +176,14 @@ void FSDPParam::to_sharded() {
     alive.unsafeGetTensorImpl()->shallow_copy_from(sharded_.getIntrusivePtr());
   }
   if (was_whole && !whole_is_shard_) {
+    release_whole();
+  }
+}
+
+void FSDPParam::release_whole() {
+  if (std::exchange(whole_is_borrowed_, false)) {
+    release_borrowed(whole_, freed_message_);
+  } else {
     release_unsharded(whole_, freed_message_);
   }
 }
@@ -169,7 +195,7 @@ void FSDPParam::to_part(Tensor rows, const DeviceMesh& mesh) {
   if (const Tensor alive = param(); alive.defined()) {
     alive.unsafeGetTensorImpl()->shallow_copy_from(part_.getIntrusivePtr());
   }
-  release_unsharded(whole_, freed_message_);
+  release_whole();
 }
 
 void FSDPParam::check_part() const {

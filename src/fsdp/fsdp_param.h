@@ -20,6 +20,9 @@ class FSDPParam {
  public:
   /// `param` is plain and contiguous, or with dp_mesh_dims a DTensor; of at least one dimension. Cut on `shard_dim`.
   FSDPParam(const Tensor& param, std::string fqn, const DataParallelMesh& mesh, int64_t shard_dim);
+  ~FSDPParam();
+  FSDPParam(FSDPParam&&) = default;
+  FSDPParam& operator=(FSDPParam&&) = default;
 
   /// The parameter itself; undefined once the module dropped it.
   Tensor param() const;
@@ -57,6 +60,8 @@ class FSDPParam {
   const Tensor& whole(at::ScalarType dtype, c10::Device device);
   void alias_whole_to_shard();
   void acquire_whole();
+  /// The same over memory that all ranks map, and that outlives this object's being whole.
+  void borrow_whole(void* data);
   /// Shows the whole parameter to everybody who holds it.
   void to_unsharded();
   /// Throws kUsage where the whole parameter was written or replaced since: the change would be lost.
@@ -82,6 +87,8 @@ class FSDPParam {
   GradientSlot gradient;
 
  private:
+  void release_whole();
+
   enum class Shown { kSharded, kPart, kWhole };
 
   c10::weak_intrusive_ptr<c10::TensorImpl> param_;
@@ -95,6 +102,7 @@ class FSDPParam {
   Tensor whole_;    // plain: the data of the parameter while unsharded
   Tensor part_;     // a DTensor: the data of the parameter between forward and backward with an integer reshard
   bool whole_is_shard_ = false;
+  bool whole_is_borrowed_ = false;
   Shown shown_ = Shown::kSharded;
   uint32_t known_version_ = 0;  // of the shard when its gather started, then of what is shown
   std::optional<uint32_t> unwritten_version_;

@@ -5,6 +5,7 @@
 #include <fsdp2/error.h>
 
 #include "fsdp/counting.h"
+#include "fsdp/profile_range.h"
 #include "fsdp/trace.h"
 
 namespace fsdp2::detail {
@@ -36,7 +37,14 @@ void ParamGroup::unshard() {
   }
   state_ = DataState::kGathering;
   trace("unshard", module_fqn);
-  on_buckets(&ParamGroup::start_gather);
+  way_ = !shared_ || part_mesh_ || settings.all_gather ? GatherWay::kCollective
+         : in_place_allowed_                           ? GatherWay::kInPlace
+                                                       : GatherWay::kCopyFromShared;
+  if (way_ == GatherWay::kCopyFromShared) {
+    start_copy_from_shared();
+  } else if (way_ == GatherWay::kCollective) {
+    on_buckets(&ParamGroup::start_gather);
+  }
 }
 
 /// Whatever a bucket throws, the group is sharded then.
@@ -66,7 +74,8 @@ Tensor ParamGroup::communication_buffer(int64_t numel, const at::TensorOptions& 
 /// the output.
 Tensor ParamGroup::gather_input(const GatherBucket& bucket) const {
   const ShardBuffer& first = buffers_[bucket.members.front().buffer];
-  const bool whole_buffer = first.members.size() == bucket.members.size();  // one original dtype in the bucket
+  // One original dtype in the bucket.
+  const bool whole_buffer = first.members.size() == bucket.members.size() && first.flat.defined();
   if (whole_buffer && first.dtype == bucket.dtype && first.flat.device() == bucket.gathered.device()) {
     return first.flat;
   }
@@ -76,9 +85,10 @@ Tensor ParamGroup::gather_input(const GatherBucket& bucket) const {
     return in;
   }
   for (const auto& member : bucket.members) {
-    const int64_t numel = params_[member.param].padded_numel();
-    in.narrow(0, member.offset, numel)
-        .copy_(buffers_[member.buffer].flat.narrow(0, member.buffer_offset, numel), /*non_blocking=*/true);
+    const FSDPParam& param = params_[member.param];
+    const Tensor local = param.local().reshape({-1});
+    in.narrow(0, member.offset, local.numel()).copy_(local, /*non_blocking=*/true);
+    in.narrow(0, member.offset + local.numel(), param.padded_numel() - local.numel()).zero_();
   }
   return in;
 }
@@ -95,6 +105,7 @@ void ParamGroup::start_gather(GatherBucket& bucket) {
   if (size_ == 1) {
     return;
   }
+  const ProfileRange range("FSDP::all_gather");
   const ProcessGroup group = gather_from_parts_ ? part_mesh_->get_group(1) : mesh_.shard_group;
   const int64_t ranks = group->getSize(), numel = gather_from_parts_ ? bucket.part_numel : bucket.numel;
   const auto options = at::TensorOptions(bucket.dtype).device(compute_device());
@@ -151,7 +162,17 @@ void ParamGroup::wait_for_unshard() {
     reshard();
     throw;
   }
-  on_buckets(&ParamGroup::finish_gather);
+  switch (way_) {
+    case GatherWay::kCollective:
+      on_buckets(&ParamGroup::finish_gather);
+      break;
+    case GatherWay::kInPlace:
+      show_in_place();
+      break;
+    case GatherWay::kCopyFromShared:
+      finish_copy_from_shared();
+      break;
+  }
   state_ = DataState::kUnsharded;
   ever_unsharded_ = true;
 }
@@ -172,7 +193,11 @@ void ParamGroup::copy_alone(const GatherBucket& bucket) {
 }
 
 void ParamGroup::finish_gather(GatherBucket& bucket) {
-  bucket.work.wait();
+  {
+    const ProfileRange range("FSDP::all_gather");
+    bucket.work.wait();
+  }
+  const ProfileRange range("FSDP::copies");
   if (size_ == 1) {
     copy_alone(bucket);
     return;
@@ -237,6 +262,7 @@ void ParamGroup::reshard_after_forward(bool backward_follows) {
 }
 
 void ParamGroup::to_parts() {
+  const ProfileRange range("FSDP::copies");
   const PlainWork plain;
   for (const FSDPParam& param : params_) {
     param.check_unsharded();

@@ -1,5 +1,6 @@
 #include "fsdp/gradient_reduction.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -11,7 +12,9 @@
 #include <fsdp2/error.h>
 
 #include "fsdp/counting.h"
+#include "fsdp/profile_range.h"
 #include "fsdp/trace.h"
+#include "fsdp/training_context.h"
 
 namespace fsdp2::detail {
 
@@ -32,8 +35,9 @@ double first_divisor(double total) {
 
 GradientReduction::GradientReduction(std::shared_ptr<ParamGroup> group,
                                      std::vector<std::pair<size_t, Tensor>> gradients, bool all_reduce)
-    : group_(std::move(group)), all_reduce_(all_reduce) {
+    : group_(std::move(group)), all_reduce_(all_reduce), times_shown_(group_->times_shown()) {
   const PlainWork plain;
+  const ProfileRange range("FSDP::reduce");
   trace("reduce", group_->module_fqn);
   if (group_->mesh_.size() == 1 && !group_->settings.all_reduce_hook) {
     add_alone(gradients);
@@ -41,9 +45,14 @@ GradientReduction::GradientReduction(std::shared_ptr<ParamGroup> group,
   }
   sort_into_buckets(gradients);
   for (Bucket& bucket : buckets_) {
+    if (stage(bucket, gradients)) continue;
     copy_in(bucket, gradients);
     start(bucket);
   }
+  constexpr size_t kLightBytes = size_t{512} << 10;
+  is_light_ = ranks_compared() && std::all_of(buckets_.begin(), buckets_.end(), [&](const Bucket& bucket) {
+                return bucket.out.nbytes() * static_cast<size_t>(group_->size_) <= kLightBytes;
+              });
 }
 
 double GradientReduction::divisor() const {
@@ -86,7 +95,58 @@ void GradientReduction::add_alone(std::vector<std::pair<size_t, Tensor>>& gradie
   }
 }
 
+/// Whether the sum of such gradients, formed in float, is what the reduction dtype asks for.
+static bool sums_as(at::ScalarType gradient, at::ScalarType reduce) {
+  const bool half = gradient == at::kBFloat16 || gradient == at::kHalf;
+  return (gradient == reduce && (half || gradient == at::kFloat || gradient == at::kDouble)) ||
+         (half && reduce == at::kFloat);
+}
+
+/// Starts a reduction out of the gradients themselves, where the backend can and nobody wants the buffer.
+bool GradientReduction::stage(Bucket& bucket, std::vector<std::pair<size_t, Tensor>>& gradients) {
+  const GroupSettings& settings = group_->settings;
+  if (group_->size_ == 1 || settings.reduce_scatter || settings.allocate_from_group) return false;
+  std::optional<at::ScalarType> dtype;
+  std::vector<StagedReduction::Piece> pieces;
+  uint64_t fingerprint = static_cast<uint64_t>(bucket.numel);
+  size_t next = 0;
+  for (const auto& [index, gradient] : gradients) {
+    if (next == bucket.members.size() || bucket.members[next].first != index) continue;
+    ++next;
+    const FSDPParam& param = group_->params_[index];
+    if (param.geometry().outer != 1) return false;
+    if (gradient.defined()) {
+      if (!gradient.device().is_cpu() || (dtype && *dtype != gradient.scalar_type())) return false;
+      dtype = gradient.scalar_type();
+    }
+    fingerprint = (fingerprint ^ (index + 1)) * 0xff51afd7ed558ccd + (fingerprint >> 29);
+    pieces.push_back({gradient, param.padded_numel()});
+  }
+  if (!dtype) dtype = bucket.dtype;
+  if (!sums_as(*dtype, bucket.dtype)) return false;
+  auto ring = staging_ring_of(group_->reduce_scatter_group());
+  if (!ring) return false;
+  for (StagedReduction::Piece& piece : pieces) {
+    if (piece.gradient.defined()) piece.gradient = piece.gradient.contiguous();
+  }
+  for (const auto& [index, offset] : bucket.members) {  // the pieces hold them now
+    for (auto& [at, gradient] : gradients) {
+      if (at == index) gradient = Tensor();
+    }
+  }
+  bucket.out = at::empty({bucket.numel}, at::TensorOptions(bucket.dtype));
+  const bool two_steps = divides_in_two_steps(bucket.dtype);
+  bucket.divided = group_->mesh_.replicate_size == 1 && !settings.force_sum && !(two_steps && settings.all_reduce_hook);
+  const double now = bucket.divided ? divisor() : two_steps ? first_divisor(divisor()) : 1;
+  const auto hash = std::hash<std::string>()(group_->label());
+  count_collective(CollectiveOp::kReduceScatter, group_->size_ * static_cast<int64_t>(bucket.out.nbytes()));
+  bucket.staged = std::make_unique<StagedReduction>(std::move(ring), std::move(pieces), *dtype, bucket.out, now,
+                                                    fingerprint ^ hash, group_->label());
+  return true;
+}
+
 void GradientReduction::copy_in(Bucket& bucket, std::vector<std::pair<size_t, Tensor>>& gradients) {
+  const ProfileRange range("FSDP::copies");
   const int64_t size = group_->size_;
   const auto options = at::TensorOptions(bucket.dtype).device(group_->compute_device());
   const auto& custom = group_->settings.reduce_scatter;
@@ -147,15 +207,36 @@ void GradientReduction::start(Bucket& bucket) {
 }
 
 void GradientReduction::finish_reduce_scatter() {
+  const ProfileRange range("FSDP::reduce");
   const PlainWork plain;
   holds_input_ = false;
   for (Bucket& bucket : buckets_) {
+    if (bucket.staged) {
+      if (!bucket.staged->finish()) throw_ranks_differ(bucket);
+      bucket.staged.reset();
+    }
     bucket.work.wait();
     bucket.in = Tensor();
     if (all_reduce_ && group_->mesh_.replicate_size > 1) {
       start_all_reduce(bucket);
     }
   }
+  // Every rank sent its gradients, and so was done with the parameters.
+  if (!group_->settings.reduce_scatter) group_->note_all_have_read(times_shown_);
+}
+
+/// On all ranks of the shard axis.
+void GradientReduction::throw_ranks_differ(const Bucket& bucket) const {
+  std::string names;
+  for (const auto& [index, offset] : bucket.members) {
+    names += (names.empty() ? "" : ", ") + group_->params_[index].fqn();
+  }
+  throw_different_reductions(names, group_->mesh_.shard_group);
+}
+
+bool GradientReduction::ranks_compared() const {
+  return group_->mesh_.replicate_size == 1 &&
+         std::all_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.staged != nullptr; });
 }
 
 void GradientReduction::start_all_reduce(Bucket& bucket) {
@@ -203,6 +284,11 @@ void GradientReduction::run_user_hook(Tensor& reduced) const {
 
 void GradientReduction::abandon() noexcept {
   for (Bucket& bucket : buckets_) {
+    try {
+      if (bucket.staged) bucket.staged->finish();  // the others wait for this rank's part
+    } catch (const std::exception&) {
+      // Another error is being reported.
+    }
     bucket.work.abandon();
   }
   buckets_.clear();
@@ -217,6 +303,7 @@ void GradientReduction::finish() {
 }
 
 void GradientReduction::finish_buckets() {
+  const ProfileRange range("FSDP::reduce");
   const PlainWork plain;
   const bool one_replica = group_->mesh_.replicate_size == 1;
   for (Bucket& bucket : buckets_) {
@@ -227,7 +314,7 @@ void GradientReduction::finish_buckets() {
       continue;
     }
     const bool two_steps = divides_in_two_steps(bucket.dtype);
-    const double rest = two_steps ? divisor() / first_divisor(divisor()) : divisor();
+    const double rest = bucket.divided ? 1 : two_steps ? divisor() / first_divisor(divisor()) : divisor();
     // As in Python, the hook sees averages where the backend could average.
     const bool hook_sees_average = !two_steps && !group_->settings.force_sum;
     if (rest != 1 && hook_sees_average) bucket.out.div_(rest);

@@ -126,7 +126,7 @@ void GradientSlot::add_reduced(Tensor& param, const DTensorSpec& layout, Tensor 
     const at::NoGradGuard no_grad;
     local_of(target).detach().add_(local);
   } else {
-    target = make_dtensor_like(layout, std::move(local));
+    target = make_dtensor_result(layout, std::move(local));
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include "fsdp/autograd_hooks.h"
 #include "fsdp/debug_level.h"
+#include "fsdp/profile_range.h"
 #include "fsdp/tied_parameters.h"
 #include "fsdp/trace.h"
 #include "module/written.h"
@@ -182,6 +183,7 @@ void ModuleState::check_written() const {
 void ModuleState::enter_iteration() {
   context->recover_if_interrupted();
   context->iteration_root = this;
+  if (!context->in_backward()) context->begin_forward_in_place();
   if (const auto event = std::move(context->post_optim_event)) {
     if (!device.is_cpu()) {
       event->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
@@ -225,6 +227,7 @@ void ModuleState::unshard() const {
 }
 
 void ModuleState::pre_forward(const torch::nn::Module& module, const TensorPointers& inputs) {
+  const ProfileRange range("FSDP::hooks");
   if (!in_tree_) {
     become_root(module);
   }
@@ -278,6 +281,7 @@ void ModuleState::complete_forward(bool backward_follows) {
 }
 
 void ModuleState::post_forward(const torch::nn::Module& module, const TensorPointers& outputs) {
+  const ProfileRange range("FSDP::hooks");
   const bool outermost = --depth_ == 0;
   const bool ends_iteration = outermost && context->iteration_root == this;
   if (ends_iteration) {
@@ -303,6 +307,7 @@ void ModuleState::post_forward(const torch::nn::Module& module, const TensorPoin
     }
     context->drop_pending_gathers();
   }
+  if (ends_iteration && !context->in_backward()) context->end_in_place();
   convert_outputs(outputs);
 }
 
@@ -322,6 +327,7 @@ void ModuleState::abandon_forward() noexcept {
   }
   if (context->iteration_root == this) {
     context->iteration_root = nullptr;
+    if (!context->in_backward()) context->abandon_in_place();
     for (const auto& weak : context->states) {  // lists that ran in part
       if (const auto state = weak.lock(); state && state->depth_ == 0) state->forget_pass();
     }
@@ -329,6 +335,7 @@ void ModuleState::abandon_forward() noexcept {
 }
 
 void ModuleState::pre_backward() {
+  const ProfileRange range("FSDP::hooks");
   context->enter_backward();
   bool entered = false;
   for (const auto& group : groups) {
@@ -369,6 +376,7 @@ void ModuleState::prefetch_backward() {
 }
 
 void ModuleState::post_backward() {
+  const ProfileRange range("FSDP::hooks");
   buffer_cast.end();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
     (*group)->post_backward(false);

@@ -8,8 +8,10 @@
 #include <fsdp2/error.h>
 #include <fsdp2/log.h>
 
+#include "backend/fake.h"
 #include "fsdp/debug_level.h"
 #include "fsdp/leaf_slot.h"
+#include "module/written.h"
 
 namespace fsdp2::detail {
 
@@ -21,7 +23,11 @@ ParamGroup::ParamGroup(const std::vector<Named>& params, const DataParallelMesh&
   params_.reserve(params.size());
   std::vector<Tensor> locals;
   std::vector<std::string> fqns;
+  std::vector<size_t> unwritten;
   for (const Named& named : params) {
+    // The watch is by version, and the shard begins with a new one.
+    if (detail::is_unwritten(named.param)) unwritten.push_back(params_.size());
+    forget_unwritten(named.param);
     const FSDPParam& param = params_.emplace_back(named.param, named.fqn, mesh, named.shard_dim);
     const Tensor whole = is_marked(named.param) ? local_of(named.param) : named.param.variable_data();
     locals.push_back(named.local.defined() ? named.local : param.own_rows_of(whole));
@@ -32,10 +38,13 @@ ParamGroup::ParamGroup(const std::vector<Named>& params, const DataParallelMesh&
   }
   build_buffers(locals, offload_ ? c10::Device(at::kCPU) : device);
   set_fqns(fqns);
+  for (const size_t index : unwritten) params_[index].expect_write();
+  ask_ranks_for_unwritten_ = !unwritten.empty();
 }
 
 void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device device) {
   buffers_.clear();
+  shared_.reset();
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::ScalarType dtype = locals[i].scalar_type();
     auto buffer =
@@ -50,10 +59,10 @@ void ParamGroup::build_buffers(const std::vector<Tensor>& locals, c10::Device de
     buffer->offsets.push_back(offset);
   }
   for (ShardBuffer& buffer : buffers_) {
-    const int64_t numel = buffer.offsets.back() + params_[buffer.members.back()].padded_numel();
+    buffer.numel = buffer.offsets.back() + params_[buffer.members.back()].padded_numel();
     const bool meta =
         std::any_of(buffer.members.begin(), buffer.members.end(), [&](size_t i) { return locals[i].is_meta(); });
-    buffer.flat = shard_memory(numel, buffer.dtype, meta ? c10::Device(at::kMeta) : device);
+    buffer.flat = shard_memory(buffer.numel, buffer.dtype, meta ? c10::Device(at::kMeta) : device);
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       Tensor local = lay_out(buffer, k);
       if (!meta) {
@@ -76,7 +85,7 @@ Tensor ParamGroup::lay_out(const ShardBuffer& buffer, size_t member) const {
   const Tensor slot = buffer.flat.narrow(0, buffer.offsets[member], param.padded_numel());
   Tensor local = param.local_view_of(slot);
   slot.narrow(0, local.numel(), slot.numel() - local.numel()).zero_();
-  return local;
+  return can_share() && !local.is_meta() ? own_storage(local) : local;
 }
 
 void ParamGroup::build_gather_buckets() {
@@ -187,6 +196,7 @@ void ParamGroup::check_ready() {
       off_cpu += c10::str(off_cpu.empty() ? "" : ", ", param.fqn(), " (on ", param.device(), ")");
     }
     if (param.local().is_meta()) {
+      if (fake_backend::is_fake(mesh_.shard_group)) continue;  // it stays there
       on_meta += (on_meta.empty() ? "" : ", ") + param.fqn();
     } else if (param.is_unwritten()) {
       unwritten += (unwritten.empty() ? "" : ", ") + param.fqn();
@@ -240,8 +250,9 @@ void ParamGroup::to_empty(c10::Device device) {
   if (offload_) {
     device = at::kCPU;
   }
+  shared_.reset();
   for (ShardBuffer& buffer : buffers_) {
-    buffer.flat = shard_memory(buffer.flat.numel(), buffer.dtype, device);
+    buffer.flat = shard_memory(buffer.numel, buffer.dtype, device);
     for (size_t k = 0; k < buffer.members.size(); ++k) {
       FSDPParam& param = params_[buffer.members[k]];
       param.set_sharded(lay_out(buffer, k));

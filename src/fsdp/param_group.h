@@ -1,8 +1,10 @@
 #pragma once
 
 // Parameters that are gathered together and reduced together: those of one fully_shard call on one mesh.
-// param_group.cpp has their storage, gathering.cpp the way to whole and back, group_backward.cpp the gradients.
+// param_group.cpp has their storage, gathering.cpp the way to whole and back, sharing.cpp that way in shared memory,
+// group_backward.cpp the gradients.
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -13,6 +15,7 @@
 
 #include "fsdp/data_parallel_mesh.h"
 #include "fsdp/fsdp_param.h"
+#include "fsdp/shared_wholes.h"
 #include "process/collectives.h"
 
 namespace fsdp2::detail {
@@ -26,7 +29,8 @@ class TrainingContext;
 /// one per reduction dtype.
 struct ShardBuffer {
   at::ScalarType dtype{};
-  Tensor flat;                   // this rank's padded shards, one after another
+  int64_t numel = 0;
+  Tensor flat;                   // this rank's padded shards, one after another; undefined once they are shared
   std::vector<size_t> members;   // indices of parameters
   std::vector<int64_t> offsets;  // of each member in flat
 };
@@ -120,6 +124,19 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// After an exception.
   void reset();
 
+  // Note [Parameters in shared memory]
+  /// Lets other ranks read this one's shards, after a barrier over the returned group; undefined where the group is
+  /// not in shared memory. Moves it there first where it can be. `only_changed`: see SharedWholes. Collective.
+  ProcessGroup publish(bool only_changed);
+  /// Parameters are shown in place from now on.
+  void begin_in_place() { in_place_allowed_ = shared_ != nullptr; }
+  void end_in_place() { in_place_allowed_ = false; }
+  /// Whether a rank may still read in place what this one would write: until a barrier, or a reduction over the same
+  /// ranks that began after the parameters were shown `times_shown()` times.
+  bool others_may_read() const { return shown_ > read_by_all_; }
+  uint64_t times_shown() const { return shown_; }
+  void note_all_have_read(uint64_t times_shown) { read_by_all_ = std::max(read_by_all_, times_shown); }
+
   /// Names the group in texts: its first parameter and how many more.
   const std::string& label() const { return label_; }
   /// Settings that must be the same on every rank, where they are not the defaults.
@@ -137,6 +154,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
  private:
   friend class GradientReduction;
+  enum class GatherWay { kCollective, kInPlace, kCopyFromShared };
   enum class DataState { kSharded, kGathering, kUnsharded, kInParts };
 
   // param_group.cpp
@@ -156,6 +174,11 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   Tensor gather_input(const GatherBucket& bucket) const;
   void finish_gather(GatherBucket& bucket);
   void copy_alone(const GatherBucket& bucket);
+  bool can_share() const;
+  int64_t bytes_of(const GatherBucket& bucket) const;
+  void show_in_place();
+  void start_copy_from_shared();
+  void finish_copy_from_shared();
   void to_parts();
   Tensor communication_buffer(int64_t numel, const at::TensorOptions& options, const ProcessGroup& group) const;
   // group_backward.cpp
@@ -169,7 +192,11 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   c10::Device device_;  // that forward runs on
   std::optional<CPUOffloadPolicy> offload_;
   std::optional<DeviceMesh> part_mesh_;
-  bool gather_from_parts_ = false;  // of the gather under way
+  bool gather_from_parts_ = false;          // of the gather under way
+  GatherWay way_ = GatherWay::kCollective;  // the same
+  std::unique_ptr<SharedWholes> shared_;
+  bool in_place_allowed_ = false;
+  uint64_t shown_ = 0, read_by_all_ = 0;
   std::vector<FSDPParam> params_;
   std::vector<ShardBuffer> buffers_;
   std::vector<GatherBucket> gathers_;

@@ -18,8 +18,9 @@ class ReductionQueue {
  public:
   ReductionQueue();
   ~ReductionQueue();
-  /// Starts one after finishing as many older ones as it takes for at most `max_inputs` to hold their input.
-  void start(std::shared_ptr<ParamGroup> group, std::vector<std::pair<size_t, at::Tensor>> gradients, bool all_reduce,
+  /// Starts one after finishing as many older ones as it takes for at most `max_inputs` to hold their input. Returns
+  /// whether its end will tell ranks that reduce different things.
+  bool start(std::shared_ptr<ParamGroup> group, std::vector<std::pair<size_t, at::Tensor>> gradients, bool all_reduce,
              size_t max_inputs);
   void finish_all();
   /// Drops what is in flight for this tree, after an exception.

@@ -16,6 +16,7 @@
 #include "fsdp/debug_level.h"
 #include "fsdp/module_state.h"
 #include "fsdp/param_group.h"
+#include "fsdp/profile_range.h"
 
 namespace fsdp2::detail {
 
@@ -47,7 +48,60 @@ class TrainingContext::BackwardEnd {
   std::weak_ptr<TrainingContext> context_;
 };
 
+template <class F>
+void TrainingContext::for_groups(F&& use) const {
+  for (const auto& weak : states) {
+    if (const auto state = weak.lock()) {
+      for (const auto& group : state->groups) use(*group);
+    }
+  }
+}
+
+namespace {
+
+/// In the order of the first use, which is the same on every rank.
+class Barriers {
+ public:
+  void add(const ProcessGroup& over) {
+    if (std::find(groups_.begin(), groups_.end(), over) == groups_.end()) groups_.push_back(over);
+  }
+  void wait(const char* what) const {
+    for (const ProcessGroup& over : groups_) barrier_on(over, {what});
+  }
+
+ private:
+  c10::SmallVector<ProcessGroup, 2> groups_;
+};
+
+}  // namespace
+
+void TrainingContext::begin_in_place(bool only_changed) {
+  const ProfileRange range("FSDP::all_gather");
+  Barriers barriers;
+  for_groups([&](ParamGroup& group) {
+    if (const ProcessGroup over = group.publish(only_changed)) barriers.add(over);
+  });
+  barriers.wait("parameters in shared memory, before they are read");
+  for_groups([](ParamGroup& group) { group.begin_in_place(); });
+}
+
+void TrainingContext::end_in_place() {
+  const ProfileRange range("FSDP::all_gather");
+  Barriers barriers;
+  for_groups([&](ParamGroup& group) {
+    group.end_in_place();
+    if (group.others_may_read()) barriers.add(group.mesh().shard_group);
+  });
+  barriers.wait("parameters in shared memory, after they were read");
+  for_groups([](ParamGroup& group) { group.note_all_have_read(group.times_shown()); });
+}
+
+void TrainingContext::abandon_in_place() noexcept {
+  for_groups([](ParamGroup& group) { group.end_in_place(); });
+}
+
 void TrainingContext::interrupt_backward() noexcept {
+  abandon_in_place();
   reductions->abandon(*this);
   reduced_.clear();
   hooks_at_end_.clear();
@@ -64,9 +118,11 @@ void TrainingContext::enter_backward() {
     return;
   }
   graph_task_ = current;
+  reduced_any_ = false;
   warn_of_second_root(current);
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(weak_from_this())] { end->run(); });
+  begin_in_place(/*only_changed=*/true);
 }
 
 void TrainingContext::warn_of_second_root(int graph_task) const {
@@ -86,6 +142,7 @@ void TrainingContext::warn_of_second_root(int graph_task) const {
 }
 
 void TrainingContext::finish_backward() {
+  const ProfileRange range("FSDP::hooks");
   for (const auto& weak : states) {
     if (const auto state = weak.lock()) {
       state->finish_backward();
@@ -96,6 +153,8 @@ void TrainingContext::finish_backward() {
     drop_pending_gathers();
   }
   finish_reductions();
+  accumulating_ = !reduced_any_;
+  end_in_place();
   for (const auto& [weak, param] : std::exchange(hooks_at_end_, {})) {
     if (const auto group = weak.lock()) group->run_post_accumulate_hooks({param});
   }
@@ -109,11 +168,25 @@ void TrainingContext::reduce(const std::shared_ptr<ParamGroup>& group,
                              std::vector<std::pair<size_t, at::Tensor>> gradients, bool all_reduce) {
   std::vector<size_t> indices;
   for (const auto& [index, gradient] : gradients) indices.push_back(index);
-  reduced_.emplace_back(group, std::move(indices));
-  reductions->start(group, std::move(gradients), all_reduce, max_input_buffers);
+  reduced_any_ = true;
+  const bool compared = reductions->start(group, std::move(gradients), all_reduce, max_input_buffers);
+  if (!compared) reduced_.emplace_back(group, std::move(indices));
 }
 
 namespace {
+
+std::string difference_of(const std::string& names, const ProcessGroup& over) {
+  const std::vector<std::string> of_ranks = all_gather_strings(names, over);
+  size_t other = 1;
+  while (other + 1 < of_ranks.size() && of_ranks[other] == of_ranks[0]) ++other;
+  return c10::str("rank 0 of the mesh those of ", of_ranks[0], "; rank ", other, " those of ", of_ranks[other]);
+}
+
+[[noreturn]] void throw_different(const std::string& difference) {
+  FSDP2_THROW(
+      kUsage, "[fsdp] ranks reduced gradients of different parameters in one backward, so the gradients are wrong: ",
+      difference, ". Every rank must use the same parameters in each step; call zero_grad() and mend the forward");
+}
 
 /// What this rank reduced over one process group.
 struct ReducedOver {
@@ -142,10 +215,7 @@ struct ReducedOver {
     if (all.eq(mine).all().item<bool>()) {
       return "";
     }
-    const std::vector<std::string> of_ranks = all_gather_strings(names, over);
-    size_t other = 1;
-    while (other + 1 < of_ranks.size() && of_ranks[other] == of_ranks[0]) ++other;
-    return c10::str("rank 0 of the mesh those of ", of_ranks[0], "; rank ", other, " those of ", of_ranks[other]);
+    return difference_of(names, over);
   }
 };
 
@@ -174,12 +244,11 @@ void TrainingContext::check_reductions_agree() {
     const std::string difference = each.difference();
     if (first.empty()) first = difference;
   }
-  FSDP2_CHECK(first.empty(), kUsage,
-              "[fsdp] ranks reduced gradients of different parameters in one backward, so the "
-              "gradients are wrong: ",
-              first,
-              ". Every rank must use the same parameters in each step; call zero_grad() "
-              "and mend the forward");
+  if (!first.empty()) throw_different(first);
+}
+
+void throw_different_reductions(const std::string& names, const ProcessGroup& over) {
+  throw_different(difference_of(names, over));
 }
 
 void TrainingContext::drop_pending_gathers() {
@@ -249,6 +318,7 @@ void TrainingContext::note_hooks(const std::shared_ptr<ParamGroup>& group, size_
 
 void TrainingContext::reset() {
   graph_task_ = -1;
+  abandon_in_place();
   reduced_.clear();
   hooks_at_end_.clear();
   iteration_root = nullptr;

@@ -32,6 +32,15 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
 
   /// Called by every hook in backward; the first one of a backward queues finish_backward for its end.
   void enter_backward();
+  bool in_backward() const { return graph_task_ != -1; }
+  // Note [Parameters in shared memory]
+  /// From here to end_in_place() groups in shared memory are shown in place. Collective over their ranks.
+  void begin_in_place(bool only_changed);
+  /// Waits until nobody reads any more. Collective.
+  void end_in_place();
+  void begin_forward_in_place() { begin_in_place(accumulating_); }
+  /// Without the others, after an exception.
+  void abandon_in_place() noexcept;
   /// Frees what was gathered ahead and not used after all: an optimizer step would leave it with old values.
   void drop_pending_gathers();
   /// Outside backward, clears what a backward that threw left behind.
@@ -59,14 +68,21 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   void finish_backward();
   void interrupt_backward() noexcept;
   void check_reductions_agree();
+  template <class F>
+  void for_groups(F&& use) const;
   void warn_of_second_root(int graph_task) const;
 
   std::string label_;
-  int graph_task_ = -1;  // autograd's number of the backward under way
+  int graph_task_ = -1;        // autograd's number of the backward under way
+  bool reduced_any_ = false;   // in this backward
+  bool accumulating_ = false;  // the last backward reduced nothing, so no optimizer is expected to have stepped
   std::vector<std::weak_ptr<ModuleState>> forward_order_;
   // Of this backward. Weak: groups hold this object.
   std::vector<std::pair<std::weak_ptr<ParamGroup>, std::vector<size_t>>> reduced_;
   std::vector<std::pair<std::weak_ptr<ParamGroup>, size_t>> hooks_at_end_;
 };
+
+/// kUsage, on all ranks of `over`, each of which says what it reduced.
+[[noreturn]] void throw_different_reductions(const std::string& names, const ProcessGroup& over);
 
 }  // namespace fsdp2::detail

@@ -73,6 +73,18 @@ void acquire_unsharded(const Tensor& whole) {
   storage->set_data_ptr_noswap(c10::DataPtr(data, block, &delete_block, whole.device()));
 }
 
+void borrow_unsharded(const Tensor& whole, void* data) {
+  c10::StorageImpl* storage = whole.storage().unsafeGetStorageImpl();
+  count(static_cast<int64_t>(storage->nbytes()));
+  storage->clear_data_ptr_access_error_msg_();
+  storage->set_data_ptr_noswap(c10::DataPtr(data, whole.device()));
+}
+
+void release_borrowed(const Tensor& whole, const std::string& message) {
+  count(-static_cast<int64_t>(whole.storage().nbytes()));
+  release_unsharded(whole, message);
+}
+
 void release_unsharded(const Tensor& whole, const std::string& message) {
   c10::StorageImpl* storage = whole.storage().unsafeGetStorageImpl();
   const size_t bytes = storage->nbytes();

@@ -18,6 +18,9 @@ Tensor make_released(at::IntArrayRef sizes, const at::TensorOptions& options, co
 
 /// Gives the storage of `whole` fresh memory and lets it be used; counts it.
 void acquire_unsharded(const Tensor& whole);
+/// The same with memory that others own and keep until release_borrowed(); poison does not reach it.
+void borrow_unsharded(const Tensor& whole, void* data);
+void release_borrowed(const Tensor& whole, const std::string& message);
 /// Takes the memory away. Views that autograd saved stay valid objects and throw `message` until acquired again.
 void release_unsharded(const Tensor& whole, const std::string& message);
 

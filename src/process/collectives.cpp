@@ -73,8 +73,12 @@ const ProcessGroup& group_or_default(const ProcessGroup& group) {
 void rethrow_c10d_error(const std::string& context) {
   try {
     throw;
-  } catch (const Error&) {
-    throw;
+  } catch (const Error& error) {
+    // One of the shm backend lacks what is known here.
+    const std::string cause = error.what_without_backtrace();
+    const size_t begin = cause.find("[shm]");
+    if (begin == std::string::npos) throw;
+    throw Error(error.code(), c10::str("[collective] ", context, " failed: ", cause.substr(begin)));
   } catch (const std::exception& error) {
     const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
     const std::string cause = c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();

@@ -12,15 +12,21 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 
 #include <fsdp2/error.h>
+#include <fsdp2/log.h>
 
 #include "backend/backend.h"
+#include "backend/fake.h"
 #include "process/collectives.h"
+#include "process/cpu_allocator.h"
 #include "process/world.h"
 #include "tensor/dtensor_spec.h"
+#include "torch_compat.h"
 
 namespace fsdp2 {
 
@@ -41,46 +47,45 @@ struct BackendChoice {
 };
 
 std::vector<BackendChoice> parse_backend(const std::string& text) {
+  if (text == "shm") return {{c10::DeviceType::CPU, "shm"}};
+  if (text == "nccl") return {{c10::DeviceType::CUDA, "nccl"}};
+  if (text == "fake") return {{c10::DeviceType::CPU, "fake"}};  // make_group() asks for it first
   std::vector<BackendChoice> choices;
-  const bool cuda = at::hasCUDA();
   if (text.empty()) {
-    choices.push_back({c10::DeviceType::CPU, "gloo"});
-    if (cuda && nccl_backend::is_available()) {
-      choices.push_back({c10::DeviceType::CUDA, "nccl"});
-    }
+    choices.push_back({c10::DeviceType::CPU, "best"});  // see connect_best()
+    if (at::hasCUDA() && nccl_backend::is_available()) choices.push_back({c10::DeviceType::CUDA, "nccl"});
     return choices;
   }
   if (text == "gloo") {
     choices.push_back({c10::DeviceType::CPU, "gloo"});
-    if (cuda) {
-      choices.push_back({c10::DeviceType::CUDA, "gloo"});
-    }
+    if (at::hasCUDA()) choices.push_back({c10::DeviceType::CUDA, "gloo"});
     return choices;
-  }
-  if (text == "nccl") {
-    return {{c10::DeviceType::CUDA, "nccl"}};
   }
   size_t begin = 0;
   while (begin <= text.size()) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const std::string part = text.substr(begin, end - begin);
     begin = end + 1;
-    if (part == "cpu:gloo") {
+    if (part == "cpu:shm") {
+      choices.push_back({c10::DeviceType::CPU, "shm"});
+    } else if (part == "cpu:gloo") {
       choices.push_back({c10::DeviceType::CPU, "gloo"});
     } else if (part == "cuda:gloo") {
       choices.push_back({c10::DeviceType::CUDA, "gloo"});
     } else if (part == "cuda:nccl") {
       choices.push_back({c10::DeviceType::CUDA, "nccl"});
     } else {
-      const bool planned = part == "shm" || part == "fake" || part == "cpu:shm";
-      throw Error(
-          planned ? ErrorCode::kUnsupported : ErrorCode::kInvalidArgument,
-          c10::str("[process_group] backend \"", text, "\" ", planned ? "is not offered in this version" : "is unknown",
-                   "; expected \"\", \"gloo\", \"nccl\" or a list such as "
-                   "\"cpu:gloo,cuda:nccl\""));
+      FSDP2_THROW(kInvalidArgument, "[process_group] backend \"", text,
+                  "\" is unknown; expected \"\", \"shm\", \"gloo\", \"nccl\", \"fake\" or a list such as "
+                  "\"cpu:shm,cuda:nccl\"");
     }
   }
   return choices;
+}
+
+c10d::ProcessGroup::BackendType type_of(const std::string& backend) {
+  if (backend == "nccl") return c10d::ProcessGroup::NCCL;
+  return backend == "gloo" ? c10d::ProcessGroup::GLOO : c10d::ProcessGroup::CUSTOM;
 }
 
 /// A rank that is done early must not close its connections while another one still connects.
@@ -95,33 +100,64 @@ void wait_until_connected(c10d::Store& store, int size, std::chrono::millisecond
   }
 }
 
-ProcessGroup make_group(const World& world, const std::string& name, int rank, int size,
+c10::intrusive_ptr<c10d::Backend> connect(const std::string& backend, const BackendRequest& request) {
+  if (backend == "nccl") return nccl_backend::create(request);
+  return backend == "shm" ? shm_backend::create(request) : gloo_backend::create(request);
+}
+
+/// Shared memory where the ranks of the group are on one host and its system allows it, else Gloo: the same on all of
+/// them, since shm fails on all together.
+c10::intrusive_ptr<c10d::Backend> connect_best(std::string& backend, BackendRequest request) {
+  const auto store = request.store;
+  // The ranks of the job are known not to be on one host; those of another group may be.
+  if (request.single_host || request.world_size < request.job_size) {
+    request.store = c10::make_intrusive<c10d::PrefixStore>("shm", store);
+    try {
+      backend = "shm";
+      return shm_backend::create(request);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kInvalidArgument && error.code() != ErrorCode::kIo) throw;
+      if (error.code() == ErrorCode::kIo) {
+        FSDP2_LOG_WARN_ONCE("[process_group] using Gloo, which is slower, since shared memory does not work here: ",
+                            error.what_without_backtrace());
+      }
+    }
+  }
+  backend = "gloo";
+  request.store = c10::make_intrusive<c10d::PrefixStore>("gloo", store);
+  return gloo_backend::create(request);
+}
+
+/// `ranks`: the global ranks of the group. An empty `backends` means those of the job.
+ProcessGroup make_group(const World& world, const std::string& name, int rank, const std::vector<int>& ranks,
                         const std::string& backends = "") {
+  const int size = static_cast<int>(ranks.size());
   auto store = c10::make_intrusive<c10d::PrefixStore>(name, world.store);
+  if (world.backend == "fake") return fake_backend::make_group(store, name, rank, size);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  const auto choices = parse_backend(backends.empty() ? world.backend : backends);
-  c10::intrusive_ptr<c10d::Backend> gloo;
-  for (const auto& [device, backend] : choices) {
-    const bool is_nccl = backend == "nccl";
-    c10::intrusive_ptr<c10d::Backend> made;
-    if (!is_nccl && gloo) {
-      made = gloo;
-    } else {
-      const BackendRequest request{c10::make_intrusive<c10d::PrefixStore>(backend, store), rank, size, world.timeout,
-                                   world.single_host};
+  const std::string& wanted = backends.empty() ? world.backend : backends;
+  std::vector<BackendChoice> choices = parse_backend(wanted);
+  std::map<std::string, c10::intrusive_ptr<c10d::Backend>> made;
+  for (auto& [device, backend] : choices) {
+    auto& connected = made[backend];
+    if (!connected) {
+      const bool best = backend == "best";
+      const BackendRequest request{best ? store : c10::make_intrusive<c10d::PrefixStore>(backend, store),
+                                   rank,
+                                   size,
+                                   world.timeout,
+                                   world.single_host,
+                                   ranks,
+                                   world.world_size};
       try {
-        made = is_nccl ? nccl_backend::create(request) : gloo_backend::create(request);
+        connected = best ? connect_best(backend, request) : connect(backend, request);
       } catch (...) {
         rethrow_c10d_error(c10::str("connecting group ", name, " over ", backend));
       }
     }
-    if (!is_nccl) {
-      gloo = made;
-    }
-    group->setBackend(device, is_nccl ? c10d::ProcessGroup::NCCL : c10d::ProcessGroup::GLOO, made);
+    group->setBackend(device, type_of(backend), connected);
   }
-  const bool default_is_nccl = choices.front().name == "nccl";
-  group->setDefaultBackend(default_is_nccl ? c10d::ProcessGroup::NCCL : c10d::ProcessGroup::GLOO);
+  group->setDefaultBackend(type_of(choices.front().name));
   group->setGroupName(name);
   wait_until_connected(*store, size, world.timeout);
   return group;
@@ -163,7 +199,7 @@ ProcessGroup shared_group(const std::vector<int>& ranks, const std::string& purp
     // The name follows from the members, who alone make the group; it is made once in the life of a job.
     const std::string name = c10::str("mesh/", purpose, "/", c10::Join(",", ranks));
     const auto position = std::find(ranks.begin(), ranks.end(), current.rank) - ranks.begin();
-    group = make_group(current, name, static_cast<int>(position), static_cast<int>(ranks.size()), backend);
+    group = make_group(current, name, static_cast<int>(position), ranks, backend);
     current.ranks_of.insert_or_assign(group.get(), ranks);
   }
   current.shared.emplace(std::make_pair(ranks, purpose), group);
@@ -179,11 +215,14 @@ void init_process_group(const ProcessGroupOptions& options) {
   FSDP2_CHECK(!is_initialized(), kUsage,
               "[process_group] init_process_group was called twice; call "
               "destroy_process_group() before joining another job");
+  detail::install_cpu_allocator();
   auto fresh = std::make_unique<detail::World>();
   fresh->backend = options.backend;
   detail::parse_backend(options.backend);  // a wrong name is said before any rank waits
   detail::rendezvous(options, *fresh);
   detail::set_error_rank(fresh->rank);
+  std::vector<int> everyone(static_cast<size_t>(fresh->world_size));
+  std::iota(everyone.begin(), everyone.end(), 0);
   try {
     if (at::hasCUDA()) {
       const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
@@ -192,14 +231,10 @@ void init_process_group(const ProcessGroupOptions& options) {
                   "; start at most that many processes here");
       guard.setDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(fresh->local_rank)));
     }
-    fresh->default_group = detail::make_group(*fresh, "default", fresh->rank, fresh->world_size);
+    fresh->default_group = detail::make_group(*fresh, "default", fresh->rank, everyone);
   } catch (...) {
     detail::set_error_rank(-1);
     throw;
-  }
-  std::vector<int> everyone(static_cast<size_t>(fresh->world_size));
-  for (size_t i = 0; i < everyone.size(); ++i) {
-    everyone[i] = static_cast<int>(i);
   }
   fresh->ranks_of.emplace(fresh->default_group.get(), std::move(everyone));
   // Gloo writes to sockets that a dead peer has closed: that has to be an error, not the end of this process.
@@ -259,8 +294,7 @@ ProcessGroup new_group(const std::vector<int>& ranks) {
       position == ranks.end()
           ? c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::PrefixStore>(name, current.store), -1,
                                                     static_cast<int>(ranks.size()))
-          : detail::make_group(current, name, static_cast<int>(position - ranks.begin()),
-                               static_cast<int>(ranks.size()));
+          : detail::make_group(current, name, static_cast<int>(position - ranks.begin()), ranks);
   current.ranks_of.insert_or_assign(group.get(), ranks);  // of a dead group at this address before
   return group;
 }
@@ -366,7 +400,7 @@ namespace {
 
 /// Where bytes of the host travel.
 c10::Device transport_device(const ProcessGroup& group) {
-  return group->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
+  return detail::has_backend(*group, c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
 }
 
 }  // namespace

@@ -11,6 +11,8 @@
 
 #include <fsdp2/error.h>
 
+#include "backend/fake.h"
+#include "backend/shm/host.h"
 #include "process/collectives.h"
 #include "process/world.h"
 
@@ -73,8 +75,6 @@ Address address_from_url(const std::string& url) {
   return {rest.substr(0, colon), checked_port(parse_int(rest.substr(colon + 1), "init_method"), url)};
 }
 
-bool is_loopback(const std::string& host) { return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0; }
-
 c10::intrusive_ptr<c10d::Store> open_tcp_store(const Address& address, const World& world) {
   c10d::TCPStoreOptions options;
   options.port = address.port;
@@ -116,7 +116,7 @@ std::string missing_ranks(c10d::Store& store, int world_size) {
 }
 
 /// Every rank shows up once, with the same world size, within the timeout.
-void check_in(c10d::Store& store, const World& world) {
+void check_in(c10d::Store& store, World& world) {
   const std::string size_text = std::to_string(world.world_size);
   if (store.add("first", 1) == 1) {
     store.set("world_size", size_text);
@@ -130,6 +130,8 @@ void check_in(c10d::Store& store, const World& world) {
     refuse(store, c10::str("two processes claim rank ", world.rank, " of ", size_text,
                            "; every process needs a RANK of its own"));
   }
+  const std::string host_key = "host/" + shm::host_identity();
+  store.add(host_key, 1);
   store.set(rank_key(world.rank), size_text);
   if (store.add("joined", 1) == world.world_size) {
     store.set("verdict", "start");
@@ -143,6 +145,7 @@ void check_in(c10d::Store& store, const World& world) {
   }
   const std::string verdict = store.get_to_str("verdict");
   FSDP2_CHECK(verdict == "start", kInvalidArgument, "[process_group] the job was ", verdict);
+  world.single_host = store.add(host_key, 0) == world.world_size;
 }
 
 }  // namespace
@@ -170,6 +173,11 @@ void rendezvous(const ProcessGroupOptions& options, World& world) {
   FSDP2_CHECK(world.local_rank >= 0, kInvalidArgument, "[process_group] local rank is ", world.local_rank,
               "; it must not be negative");
 
+  if (options.backend == "fake") {  // nobody to meet
+    world.store = fake_backend::make_store();
+    return;
+  }
+
   // A second init_process_group in the same processes must not meet the keys of the first.
   static int generation = 0;
   const std::string& method = options.init_method;
@@ -179,14 +187,12 @@ void rendezvous(const ProcessGroupOptions& options, World& world) {
     FSDP2_CHECK(!path.empty() && path[0] == '/', kInvalidArgument, "[process_group] init_method \"", method,
                 "\" must be file:// and an absolute path");
     base = c10::make_intrusive<c10d::FileStore>(path, world.world_size);
-    world.single_host = true;
   } else {
     FSDP2_CHECK(method == "env://" || method.rfind("tcp://", 0) == 0, kInvalidArgument,
                 "[process_group] init_method \"", method,
                 "\" is unknown; expected env://, tcp://host:port or file:///path");
     const Address address = method == "env://" ? address_from_environment() : address_from_url(method);
     base = open_tcp_store(address, world);
-    world.single_host = is_loopback(address.host);
   }
   base->setTimeout(options.timeout);
   world.store = c10::make_intrusive<c10d::PrefixStore>(c10::str("fsdp2/", generation++), base);

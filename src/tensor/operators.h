@@ -3,7 +3,8 @@
 // The operator table of DTensors. Note [Default is deny]
 // Every operator that meets a DTensor lands in dtensor_fallback. It runs only what the table lists, by operator AND
 // overload (aten::max reduces, aten::max.out is element-wise); anything else throws. There is no branch that computes
-// on a shard what it does not know.
+// on a shard what it does not know. What optimizers call most often has kernels of its own (direct.cpp), which take the
+// place of the fallback, not of the table.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -71,16 +72,16 @@ struct OperatorRow {
 const std::vector<OperatorRow>& operator_rows();
 
 // Handlers.
-void run_elementwise(OperatorCall& call);   // on the locals; results keep the layout
-void run_foreach(OperatorCall& call);       // the same, position by position of lists
+void run_elementwise(OperatorCall& call);  // on the locals; results keep the layout
+void run_foreach(OperatorCall& call);      // the same, position by position of lists
 void run_alias(OperatorCall& call);
 void run_detach(OperatorCall& call);
-void run_contiguous(OperatorCall& call);    // the tensor itself
-void run_cast(OperatorCall& call);          // dtype or device; differentiable
-void run_on_marked(OperatorCall& call);     // reads or changes the TensorImpl, not the values
+void run_contiguous(OperatorCall& call);  // the tensor itself
+void run_cast(OperatorCall& call);        // dtype or device; differentiable
+void run_on_marked(OperatorCall& call);   // reads or changes the TensorImpl, not the values
 void run_set_data(OperatorCall& call);
 void run_backward_call(OperatorCall& call);
-void run_random(OperatorCall& call);        // draws the whole, keeps the part (random.cpp)
+void run_random(OperatorCall& call);  // draws the whole, keeps the part (random.cpp)
 void run_random_like(OperatorCall& call);
 // Full reductions to one plain value, the same on every rank (reductions.cpp).
 void run_sum(OperatorCall& call);
@@ -96,6 +97,10 @@ void run_foreach_norm(OperatorCall& call);
 void run_dot(OperatorCall& call);
 void run_equal(OperatorCall& call);
 void run_item(OperatorCall& call);
+
+/// Part of the errors that a forbidden forward may end in.
+inline constexpr const char* kCallRule =
+    "If this came from model->forward(x) or a layer's forward, call model(x): only that gathers the parameters. ";
 
 /// "aten::add.Tensor".
 std::string operator_text(const c10::OperatorHandle& op);

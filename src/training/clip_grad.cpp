@@ -1,12 +1,12 @@
 #include <fsdp2/clip_grad.h>
 
 #include <ATen/Functions.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
-#include <unordered_set>
 #include <utility>
 
 #include <fsdp2/error.h>
@@ -16,6 +16,7 @@
 #include "process/collectives.h"
 #include "tensor/dtensor_spec.h"
 #include "tensor/redistribute.h"
+#include "training/gradient_kernels.h"
 
 namespace fsdp2 {
 namespace {
@@ -36,12 +37,8 @@ class NormSum {
     if (order_ == -kInfinity) return std::min(first, second);
     return first + second;
   }
-  double of_norm(double norm) const {
-    return std::isinf(order_) || order_ == 0.0 ? norm : std::pow(norm, order_);
-  }
-  double to_norm(double sum) const {
-    return std::isinf(order_) || order_ == 0.0 ? sum : std::pow(sum, 1.0 / order_);
-  }
+  double of_norm(double norm) const { return std::isinf(order_) || order_ == 0.0 ? norm : std::pow(norm, order_); }
+  double to_norm(double sum) const { return std::isinf(order_) || order_ == 0.0 ? sum : std::pow(sum, 1.0 / order_); }
 
  private:
   double order_;
@@ -62,11 +59,11 @@ struct Gradients {
 MeshPart& part_of(std::vector<MeshPart>& parts, const DTensorSpec& spec) {
   auto found = std::find_if(parts.begin(), parts.end(), [&](const MeshPart& part) { return part.mesh == spec.mesh; });
   if (found == parts.end()) found = parts.insert(parts.end(), MeshPart{spec.mesh, {}, {}});
-  for (const int64_t axis : spec.layout->sharded_axes()) {
+  for (size_t axis = 0; axis < spec.placements.size(); ++axis) {
+    if (std::holds_alternative<Replicate>(spec.placements[axis])) continue;
     auto& axes = found->split_axes;
-    if (!std::binary_search(axes.begin(), axes.end(), axis)) {
-      axes.insert(std::upper_bound(axes.begin(), axes.end(), axis), axis);
-    }
+    const auto place = std::lower_bound(axes.begin(), axes.end(), static_cast<int64_t>(axis));
+    if (place == axes.end() || *place != static_cast<int64_t>(axis)) axes.insert(place, static_cast<int64_t>(axis));
   }
   return *found;
 }
@@ -89,7 +86,7 @@ void check_no_plain_beside(const std::vector<Tensor>& params, const DTensorSpec*
 Gradients collect(const std::vector<Tensor>& params) {
   Gradients result;
   const DTensorSpec* neighbour = nullptr;
-  std::unordered_set<const c10::TensorImpl*> seen;
+  ska::flat_hash_set<const c10::TensorImpl*> seen(params.size());
   for (size_t position = 0; position < params.size(); ++position) {
     const Tensor& param = params[position];
     FSDP2_CHECK(param.defined(), kInvalidArgument, "[clip_grad] parameter ", position, " is an empty tensor");
@@ -123,21 +120,32 @@ Gradients collect(const std::vector<Tensor>& params) {
 }
 
 double sum_of(const std::vector<Tensor>& tensors, double order, const NormSum& sum) {
-  std::vector<Tensor> norms;
+  double total = sum.neutral();
+  std::vector<Tensor> direct, others, norms;
   for (const auto& tensor : tensors) {
     if (tensor.numel() == 0) continue;
-    const auto dtype = tensor.scalar_type();
-    const bool is_short = dtype == at::kHalf || dtype == at::kBFloat16;
-    norms.push_back(at::linalg_vector_norm(tensor.detach(), order, std::nullopt, false,
-                                           is_short ? std::optional(at::kFloat) : std::nullopt)
-                        .to(at::kDouble));
+    (order == 2.0 && detail::has_gradient_kernels(tensor) ? direct : others).push_back(tensor);
   }
-  double total = sum.neutral();
+  if (!direct.empty()) total = detail::sum_of_squares(direct);
+  for (const auto& list : detail::by_device_and_dtype(others)) {
+    const auto dtype = list[0].scalar_type();
+    const bool is_short = dtype == at::kHalf || dtype == at::kBFloat16;
+    for (const Tensor& norm : at::_foreach_norm(list, order, is_short ? std::optional(at::kFloat) : std::nullopt)) {
+      norms.push_back(norm.to(at::kDouble));
+    }
+  }
   if (norms.empty()) return total;
   const Tensor all = at::stack(norms).cpu();  // one wait for the device
   const auto* values = all.const_data_ptr<double>();
   for (int64_t index = 0; index < all.numel(); ++index) total = sum.add(total, sum.of_norm(values[index]));
   return total;
+}
+
+void scale_all(const std::vector<Tensor>& tensors, double scale) {
+  std::vector<Tensor> direct, others;
+  for (const Tensor& tensor : tensors) (detail::has_gradient_kernels(tensor) ? direct : others).push_back(tensor);
+  detail::scale_gradients(direct, scale);
+  for (const auto& list : detail::by_device_and_dtype(others)) at::_foreach_mul_(list, scale);
 }
 
 /// Ranks of one mesh that saw different sums over other meshes would scale one tensor by different numbers.
@@ -212,17 +220,14 @@ Tensor clip_grad_norm_(const std::vector<Tensor>& params, double max_norm, doubl
   FSDP2_CHECK(!error_if_nonfinite || std::isfinite(total), kInvalidArgument, "[clip_grad] the total norm of order ",
               norm_type, " of the gradients is ", total, "; nothing was scaled");
 
-  const bool any_double = std::any_of(gradients.all.begin(), gradients.all.end(), [](const Tensor& tensor) {
-    return tensor.scalar_type() == at::kDouble;
-  });
+  const bool any_double = std::any_of(gradients.all.begin(), gradients.all.end(),
+                                      [](const Tensor& tensor) { return tensor.scalar_type() == at::kDouble; });
   const auto device = gradients.all.empty() ? c10::Device(at::kCPU) : gradients.all[0].device();
   const Tensor norm = at::full({}, total, at::TensorOptions().dtype(any_double ? at::kDouble : at::kFloat));
   const Tensor coefficient = at::clamp_max(at::div(at::full({}, max_norm, norm.options()), norm.add(1e-6)), 1.0);
   // A NaN norm makes every gradient NaN, as in PyTorch.
   const double scale = coefficient.item<double>();
-  if (scale != 1.0) {
-    for (const Tensor& tensor : gradients.all) tensor.mul_(scale);
-  }
+  if (scale != 1.0) scale_all(gradients.all, scale);
   return norm.to(device);
 }
 

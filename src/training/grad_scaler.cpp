@@ -13,6 +13,7 @@
 
 #include "process/collectives.h"
 #include "tensor/dtensor_spec.h"
+#include "torch_compat.h"
 
 namespace fsdp2 {
 namespace {
@@ -120,7 +121,7 @@ GradScaler::Findings GradScaler::agree(const std::vector<const PerOptimizer*>& o
   }
   if (!options_.group.defined() && !is_initialized()) return mine;
   const ProcessGroup& over = detail::group_or_default(options_.group);
-  const auto device = over->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
+  const auto device = detail::has_backend(*over, c10::DeviceType::CPU) ? c10::Device(at::kCPU) : local_device();
   const at::NoGradGuard no_grad;
   Tensor flags = at::empty({2}, at::kFloat);
   flags[0] = mine.infinite ? 1 : 0;

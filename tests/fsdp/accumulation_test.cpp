@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // timeout: 600
 // Accumulation with and without communication: exact numbers of collectives and the whole model's gradients, over
 // meshes, resharding, which modules leave communication out, and offload.

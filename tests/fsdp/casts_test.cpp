@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Who casts what where dtypes meet: one child in float16, inputs that come from elsewhere, normalisation layers.
 
 #include "fsdp/parity.h"

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // A user's own collectives, memory from the process group, and what excludes what.
 
 #include "fsdp/parity.h"

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Ways into a sharded model besides one forward of its root: parts of it, modules used twice, other methods, explicit
 // prefetching, several roots.
 

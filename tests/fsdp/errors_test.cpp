@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // What a user may get wrong in a call of fully_shard or of a method: refused at once, with the fix in the text.
 
 #include <cmath>

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Frozen parameters, outputs and modules that the loss does not use, activations inside containers, and hooks on final
 // gradients: each trains like the whole model. Four ranks, so that 2 is a shard size of its own.
 

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // The gradient slot: zero_grad at any time, accumulation with and without sync.
 
 #include <sstream>

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // 500 steps with changing options, exceptions, and models that come and go: no growth in memory, open files or threads.
 
 #include <malloc.h>

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Meshes of two axes, replicate and shard, and meshes made of groups: where values and gradients come to lie.
 
 #include "fsdp/models.h"

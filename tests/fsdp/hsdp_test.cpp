@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // timeout: 600
 // Two-dimensional meshes: sharded on the second axis, replicated on the first.
 

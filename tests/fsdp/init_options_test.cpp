@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // What fully_shard makes of each parameter at once, and ways of giving parameters their values afterwards.
 
 #include <algorithm>

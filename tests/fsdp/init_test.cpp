@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Meta construction, to_empty and reset_parameters give the unsharded model's values, within bounded memory.
 
 #include <fstream>

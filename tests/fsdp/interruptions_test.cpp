@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Steps that go another way: exceptions in backward, settings changed midway, parts used by some ranks only.
 
 #include "fsdp/models.h"

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Several modules as one group, also where a forward runs only some of them: chunked losses, tied weights, exceptions.
 
 #include <fsdp2/detail/trace.h>

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Which modules, parameters and buffers a fully_shard call takes, and by which names they are known.
 
 #include <fsdp2/detail/trace.h>

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // How many whole parameters are alive, and when reductions start, seen from inside the backward of each block.
 
 #include "fsdp/models.h"

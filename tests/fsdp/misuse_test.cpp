@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // What would be silently wrong is an error that names the parameter and the rule.
 
 #include <filesystem>

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // MixedPrecisionPolicy in training: what is computed and reduced in which dtype, against the same arithmetic by hand;
 // who casts inputs and outputs of which module; normalisation layers.
 
@@ -106,7 +107,10 @@ void expect_like_by_hand(int rank, const Setting& s) {
   fsdp2::fully_shard(model, options);
   torch::optim::Adam optimizer(model->parameters(), 1e-2);
   const int64_t numel = fsdp2::num_parameters(model);  // every size is divided by the number of ranks: no padding
-  // With more ranks the order of additions decides the last bit.
+  // With more ranks the order of additions decides the last bit. float16 is divided by two before it is added, which
+  // rounds the smallest numbers, where the sum is not formed in float.
+  const bool exact = fsdp2::get_world_size() == 2 &&
+                     (reduce != torch::kHalf || fsdp2::default_group()->getBackendName() != "custom");
   const double epsilon = reduce == torch::kFloat ? 1e-6 : reduce == torch::kHalf ? 2e-3 : 1e-2;
   const Tensor all = torch::randn({4 * fsdp2::get_world_size(), kDim}).to(compute);
   for (int step = 0; step < 3; ++step) {
@@ -125,7 +129,7 @@ void expect_like_by_hand(int rank, const Setting& s) {
                      theirs = expected.master->named_parameters()[named.key()].grad();
         EXPECT_EQ(grad.scalar_type(), torch::kFloat) << named.key() << " " << where;
         const double scale = std::max(1.0, theirs.abs().max().item<double>());
-        EXPECT_LE(max_difference(grad, theirs), fsdp2::get_world_size() == 2 ? 0 : epsilon * scale)
+        EXPECT_LE(max_difference(grad, theirs), exact ? 0 : epsilon * scale)
             << named.key() << " " << where;
       }
     }

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // dp_mesh_dims: the mesh has all axes, parameters are DTensors on it, names say which axes are data-parallel.
 
 #include "fsdp/models.h"

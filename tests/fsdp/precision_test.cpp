@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // MixedPrecisionPolicy, several dtypes, frozen, tied and unused parameters.
 
 #include "fsdp/models.h"

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // timeout: 600
 // Random module trees, wrap choices and options: gradients and updated weights equal the unsharded model's.
 

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // timeout: 600
 // The arithmetic of gradient reduction: divided exactly once whatever the dtype, mesh, factor and collectives; and the
 // settings that must not change it.

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // What stands in a module's slots before, between and after forward and backward; sharding along any dim trains.
 
 #include "fsdp/parity.h"

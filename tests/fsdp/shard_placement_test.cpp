@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // shard_placement_fn: any dimension, and several meshes in one module.
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // A sharded model trains like the whole one.
 
 #include "fsdp/models.h"

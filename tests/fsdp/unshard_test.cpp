@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Gathering and freeing by hand, and how many collectives each way of resharding needs.
 
 #include "fsdp/parity.h"

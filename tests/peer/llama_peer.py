@@ -68,14 +68,21 @@ class Attention(nn.Module):
         self.wk = nn.Linear(c["dim"], kv_dim, bias=False)
         self.wv = nn.Linear(c["dim"], kv_dim, bias=False)
         self.wo = nn.Linear(c["dim"], c["dim"], bias=False)
+        self.cos = self.sin = None  # made at the first call
+
+    def grow_tables(self, time):
+        rates = 1.0 / (10000.0 ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim))
+        angles = torch.outer(torch.arange(time, dtype=torch.float32), rates)
+        angles = torch.cat((angles, angles), -1)
+        self.cos, self.sin = angles.cos(), angles.sin()
 
     def rotate(self, x):
-        half = self.head_dim // 2
-        rates = 1.0 / (10000.0 ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim))
-        angles = torch.outer(torch.arange(x.shape[2], dtype=torch.float32), rates)
-        angles = torch.cat((angles, angles), -1)
-        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-        return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
+        time = x.shape[2]
+        if self.cos is None or len(self.cos) < time:
+            self.grow_tables(time)
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+        return x * self.cos[:time].to(x.dtype) + turned * self.sin[:time].to(x.dtype)
 
     def forward(self, x):
         batch, time, dim = x.shape

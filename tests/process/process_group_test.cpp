@@ -98,8 +98,6 @@ TEST(Rendezvous, WrongOptionsAreNamed) {
     EXPECT_FSDP2_ERROR(fsdp2::init_process_group(wrong), kInvalidArgument, "udp://x:1");
     wrong.backend = "smoke";
     EXPECT_FSDP2_ERROR(fsdp2::init_process_group(wrong), kInvalidArgument, "smoke");
-    wrong.backend = "shm";
-    EXPECT_FSDP2_ERROR(fsdp2::init_process_group(wrong), kUnsupported, "shm");
   }, {.init_process_group = false}));
 }
 

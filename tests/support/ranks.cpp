@@ -166,7 +166,9 @@ void append_with_prefix(std::ostringstream& out, int rank, const std::string& te
   try {
     at::set_num_threads(1);
     if (options.init_process_group) {
-      init_process_group({.backend = "gloo",
+      const char* asked = std::getenv("FSDP2_TEST_BACKEND");
+      const std::string usual = asked != nullptr ? asked : "gloo";
+      init_process_group({.backend = options.backend.empty() ? usual : options.backend,
                           .init_method = "file://" + store,
                           .timeout = std::chrono::seconds(60),
                           .rank = rank,

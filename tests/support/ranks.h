@@ -14,6 +14,7 @@ namespace fsdp2::testing {
 struct RanksOptions {
   std::chrono::seconds timeout{90};  // then every rank is killed and the test fails
   bool init_process_group = true;    // FileStore rendezvous, one thread per rank
+  std::string backend = {};          // empty: FSDP2_TEST_BACKEND, else "gloo"
 };
 
 /// Forks `num_ranks` children that run `body(rank)`; fails with every rank's text if one fails, throws, is killed

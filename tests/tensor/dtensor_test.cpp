@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 
 // What every operator of the table does with gradients, with two layouts and with Partial values.
 

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // timeout: 120
 
 // Every operator of the dispatcher either is in the table, with values that are compared to the unsharded ones here, or

@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 
 // Unmodified torch::optim and torch::nn::utils on DTensors against the unsharded run.
 

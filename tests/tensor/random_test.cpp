@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 
 // Random values do not depend on how a tensor is distributed.
 

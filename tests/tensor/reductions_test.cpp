@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 
 // Full reductions over dtypes and special values; the walk over the table covers the operators with one dtype each.
 

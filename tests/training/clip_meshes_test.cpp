@@ -1,4 +1,5 @@
 // labels: ranks
+// backends: gloo, shm
 // Clipping parameters on several meshes at once.
 
 #include "fsdp/models.h"
