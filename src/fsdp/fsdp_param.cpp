@@ -68,7 +68,7 @@ Tensor FSDPParam::own_rows_of(const Tensor& whole) const {
 }
 
 Tensor FSDPParam::local_view_of(const Tensor& slot) const {
-  c10::DimVector shape(sizes_);
+  std::vector<int64_t> shape = sizes_;
   shape[static_cast<size_t>(shard_dim_)] = chunk_range(geometry_.rows, parts_, own_part_).length;
   // Not by operators: a version counter of its own, so that edits of one parameter are told from another's.
   Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slot.storage()), slot.key_set(), slot.dtype());
