@@ -37,7 +37,7 @@ constexpr size_t kColourBytes = 64;
 constexpr size_t kSlack = size_t{8} << 20;
 constexpr uint64_t kWindow = 16384;  // blocks taken; "lately" is one to two windows, more than a step takes
 constexpr size_t kStepsPerDoubling = 8;
-constexpr size_t kNumClasses = kStepsPerDoubling * 24;
+constexpr size_t kNumClasses = (kStepsPerDoubling + 1) * 27;  // from kLeast to kRange
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
@@ -71,9 +71,9 @@ class Blocks {
 
   /// Null where there is no memory.
   void* take(size_t bytes) {
+    if (bytes >= kRange) return nullptr;
     const SizeClass wanted = class_of(bytes + kColours * kColourBytes);
     const std::lock_guard lock(mutex_);
-    count_taken(wanted.bytes);
     std::vector<Free>& free = free_[wanted.index];
     if (!free.empty()) {
       const Free block = free.back();
@@ -82,10 +82,10 @@ class Blocks {
         kept_bytes_ -= wanted.bytes;
         kept_.erase(block.position);
       }
+      count_taken(wanted.bytes);
       drop_beyond_peak();
       return coloured(block.data);
     }
-    drop_beyond_peak();
     const size_t alignment = wanted.bytes >= kHugePage ? kHugePage : kUnit;
     const size_t at = round_up(end_, alignment);
     if (at + wanted.bytes > begin_ + kRange) return nullptr;
@@ -95,6 +95,8 @@ class Blocks {
     if (const size_t whole = wanted.bytes / kHugePage * kHugePage; whole > 0) ::madvise(data, whole, MADV_HUGEPAGE);
     end_ = at + wanted.bytes;
     sizes_[(at - begin_) / kUnit] = wanted.bytes;
+    count_taken(wanted.bytes);
+    drop_beyond_peak();
     return coloured(data);
   }
 
@@ -159,7 +161,7 @@ class Blocks {
   std::mutex mutex_;
   uintptr_t begin_, end_;
   size_t* sizes_;  // by first unit
-  std::array<std::vector<Free>, kNumClasses + kNumClasses> free_;
+  std::array<std::vector<Free>, kNumClasses> free_;
   std::list<Kept> kept_;  // oldest first
   size_t kept_bytes_ = 0, used_bytes_ = 0;
   size_t peak_ = 0, last_peak_ = 0;  // of what was in use, in this window and the one before
