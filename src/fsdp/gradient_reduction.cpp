@@ -31,6 +31,24 @@ double first_divisor(double total) {
   return factor;
 }
 
+/// Whether the sum of such gradients, formed in float, is what the reduction dtype asks for.
+bool sums_as(at::ScalarType gradient, at::ScalarType reduce) {
+  const bool half = gradient == at::kBFloat16 || gradient == at::kHalf;
+  return (gradient == reduce && (half || gradient == at::kFloat || gradient == at::kDouble)) ||
+         (half && reduce == at::kFloat);
+}
+
+/// The gradients of a bucket's members, which stand in the same order among those of all buckets, with their offsets.
+template <class Use>
+void for_members(const std::vector<std::pair<size_t, int64_t>>& members,
+                 std::vector<std::pair<size_t, Tensor>>& gradients, Use&& use) {
+  size_t next = 0;
+  for (auto& [index, gradient] : gradients) {
+    if (next == members.size() || members[next].first != index) continue;  // of another bucket
+    use(index, members[next++].second, gradient);
+  }
+}
+
 }  // namespace
 
 GradientReduction::GradientReduction(std::shared_ptr<ParamGroup> group,
@@ -95,13 +113,6 @@ void GradientReduction::add_alone(std::vector<std::pair<size_t, Tensor>>& gradie
   }
 }
 
-/// Whether the sum of such gradients, formed in float, is what the reduction dtype asks for.
-static bool sums_as(at::ScalarType gradient, at::ScalarType reduce) {
-  const bool half = gradient == at::kBFloat16 || gradient == at::kHalf;
-  return (gradient == reduce && (half || gradient == at::kFloat || gradient == at::kDouble)) ||
-         (half && reduce == at::kFloat);
-}
-
 /// Starts a reduction out of the gradients themselves, where the backend can and nobody wants the buffer.
 bool GradientReduction::stage(Bucket& bucket, std::vector<std::pair<size_t, Tensor>>& gradients) {
   const GroupSettings& settings = group_->settings;
@@ -109,31 +120,26 @@ bool GradientReduction::stage(Bucket& bucket, std::vector<std::pair<size_t, Tens
   std::optional<at::ScalarType> dtype;
   std::vector<StagedReduction::Piece> pieces;
   uint64_t fingerprint = static_cast<uint64_t>(bucket.numel);
-  size_t next = 0;
-  for (const auto& [index, gradient] : gradients) {
-    if (next == bucket.members.size() || bucket.members[next].first != index) continue;
-    ++next;
+  bool can = true;
+  for_members(bucket.members, gradients, [&](size_t index, int64_t, const Tensor& gradient) {
     const FSDPParam& param = group_->params_[index];
-    if (param.geometry().outer != 1) return false;
+    can &= param.geometry().outer == 1;
     if (gradient.defined()) {
-      if (!gradient.device().is_cpu() || (dtype && *dtype != gradient.scalar_type())) return false;
+      can &= gradient.device().is_cpu() && dtype.value_or(gradient.scalar_type()) == gradient.scalar_type();
       dtype = gradient.scalar_type();
     }
     fingerprint = (fingerprint ^ (index + 1)) * 0xff51afd7ed558ccd + (fingerprint >> 29);
     pieces.push_back({gradient, param.padded_numel()});
-  }
+  });
   if (!dtype) dtype = bucket.dtype;
-  if (!sums_as(*dtype, bucket.dtype)) return false;
+  if (!can || !sums_as(*dtype, bucket.dtype)) return false;
   auto ring = staging_ring_of(group_->reduce_scatter_group());
   if (!ring) return false;
   for (StagedReduction::Piece& piece : pieces) {
     if (piece.gradient.defined()) piece.gradient = piece.gradient.contiguous();
   }
-  for (const auto& [index, offset] : bucket.members) {  // the pieces hold them now
-    for (auto& [at, gradient] : gradients) {
-      if (at == index) gradient = Tensor();
-    }
-  }
+  // The pieces hold them now.
+  for_members(bucket.members, gradients, [](size_t, int64_t, Tensor& gradient) { gradient = Tensor(); });
   bucket.out = at::empty({bucket.numel}, at::TensorOptions(bucket.dtype));
   const bool two_steps = divides_in_two_steps(bucket.dtype);
   bucket.divided = group_->mesh_.replicate_size == 1 && !settings.force_sum && !(two_steps && settings.all_reduce_hook);
@@ -160,20 +166,16 @@ void GradientReduction::copy_in(Bucket& bucket, std::vector<std::pair<size_t, Te
     bucket.in = at::empty({bucket.numel}, options);
   }
   bucket.in = bucket.in.view({size, bucket.numel});
-  size_t next = 0;
-  for (auto& [index, gradient] : gradients) {
-    if (next == bucket.members.size() || bucket.members[next].first != index) {
-      continue;  // of another bucket
-    }
+  for_members(bucket.members, gradients, [&](size_t index, int64_t offset, Tensor& gradient) {
     const FSDPParam& param = group_->params_[index];
-    const Tensor slots = bucket.in.narrow(1, bucket.members[next++].second, param.padded_numel());
+    const Tensor slots = bucket.in.narrow(1, offset, param.padded_numel());
     if (gradient.defined()) {
       split_into_parts(gradient.reshape({-1}), slots, param.geometry());
     } else {
       slots.zero_();
     }
     gradient = Tensor();
-  }
+  });
 }
 
 void GradientReduction::start(Bucket& bucket) {

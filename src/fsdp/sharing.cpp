@@ -38,13 +38,11 @@ ProcessGroup ParamGroup::publish(bool only_changed) {
   if (state_ == DataState::kSharded) {
     adopt_foreign_data();
   }
-  const bool wanted = can_share() && !part_mesh_ && !settings.all_gather && params_.front().device().is_cpu();
-  if (!wanted && !shared_) {
-    return {};
-  }
   if (!shared_) {
-    if (state_ != DataState::kSharded) {
-      return {};  // whole since before; moved once it is not
+    // Whole since before: moved once it is not.
+    if (state_ != DataState::kSharded || part_mesh_ || settings.all_gather || !can_share() ||
+        !params_.front().device().is_cpu()) {
+      return {};
     }
     std::vector<at::ScalarType> dtypes(params_.size());
     for (const GatherBucket& bucket : gathers_) {

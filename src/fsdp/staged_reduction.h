@@ -22,9 +22,6 @@ class StagingRing {
   /// Collective over the group.
   explicit StagingRing(shm::ShmBackend& backend);
 
-  int ranks() const { return ranks_; }
-  int rank() const { return rank_; }
-
  private:
   friend class StagedReduction;
   struct Header;

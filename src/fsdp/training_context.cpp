@@ -105,11 +105,7 @@ void TrainingContext::interrupt_backward() noexcept {
   reductions->abandon(*this);
   reduced_.clear();
   hooks_at_end_.clear();
-  for (const auto& weak : states) {
-    if (const auto state = weak.lock()) {
-      for (const auto& group : state->groups) group->interrupt_backward();
-    }
-  }
+  for_groups([](ParamGroup& group) { group.interrupt_backward(); });
 }
 
 void TrainingContext::enter_backward() {
@@ -252,13 +248,9 @@ void throw_different_reductions(const std::string& names, const ProcessGroup& ov
 }
 
 void TrainingContext::drop_pending_gathers() {
-  for (const auto& weak : states) {
-    const auto state = weak.lock();
-    if (!state) continue;
-    for (const auto& group : state->groups) {
-      if (group->unshard_pending()) group->reshard();
-    }
-  }
+  for_groups([](ParamGroup& group) {
+    if (group.unshard_pending()) group.reshard();
+  });
 }
 
 void TrainingContext::recover_if_interrupted() {
@@ -303,13 +295,9 @@ void TrainingContext::finish_reductions() {
 
 void TrainingContext::update_max_input_buffers() {
   max_input_buffers = 1;
-  for (const auto& weak : states) {
-    if (const auto state = weak.lock()) {
-      for (const auto& group : state->groups) {
-        max_input_buffers = std::max(max_input_buffers, static_cast<size_t>(group->settings.max_input_buffers));
-      }
-    }
-  }
+  for_groups([&](const ParamGroup& group) {
+    max_input_buffers = std::max(max_input_buffers, static_cast<size_t>(group.settings.max_input_buffers));
+  });
 }
 
 void TrainingContext::note_hooks(const std::shared_ptr<ParamGroup>& group, size_t param) {

@@ -39,9 +39,20 @@ bool is_same_user(int fd) {
   return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == ::geteuid();
 }
 
-union ControlBuffer {
-  cmsghdr header;
-  char bytes[CMSG_SPACE(sizeof(int))];
+/// One byte with room for a file descriptor beside it. Points into itself.
+struct FileMessage {
+  FileMessage() {
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+  }
+  FileMessage(const FileMessage&) = delete;
+
+  char byte = 0;
+  iovec data{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
 };
 
 }  // namespace
@@ -60,21 +71,14 @@ bool FileServer::serve(const File& file, std::chrono::milliseconds time) {
   FSDP2_CHECK(peer.is_open() || errno == ECONNABORTED || errno == EINTR, kIo,
               "[shm] accepting a rank that wants to map shared memory: ", std::strerror(errno), "; see ulimit -n");
   if (!peer.is_open() || !is_same_user(peer.fd())) return false;
-  char byte = 0;
-  iovec data{&byte, 1};
-  ControlBuffer control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.bytes;
-  message.msg_controllen = sizeof(control.bytes);
-  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  FileMessage sent;
+  cmsghdr* const header = CMSG_FIRSTHDR(&sent.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   const int fd = file.fd();
   std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-  return ::sendmsg(peer.fd(), &message, MSG_NOSIGNAL) == 1;
+  return ::sendmsg(peer.fd(), &sent.message, MSG_NOSIGNAL) == 1;
 }
 
 File ask_for_file(const std::string& name, std::chrono::milliseconds timeout) {
@@ -88,16 +92,9 @@ File ask_for_file(const std::string& name, std::chrono::milliseconds timeout) {
   pollfd waiting{socket.fd(), POLLIN, 0};
   FSDP2_CHECK(::poll(&waiting, 1, static_cast<int>(timeout.count())) == 1, kTimeout,
               "[shm] no answer from the rank that made the shared memory within ", timeout.count(), " ms");
-  char byte = 0;
-  iovec data{&byte, 1};
-  ControlBuffer control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.bytes;
-  message.msg_controllen = sizeof(control.bytes);
-  const bool received = ::recvmsg(socket.fd(), &message, MSG_CMSG_CLOEXEC) == 1;
-  const cmsghdr* const header = received ? CMSG_FIRSTHDR(&message) : nullptr;
+  FileMessage answer;
+  const bool received = ::recvmsg(socket.fd(), &answer.message, MSG_CMSG_CLOEXEC) == 1;
+  const cmsghdr* const header = received ? CMSG_FIRSTHDR(&answer.message) : nullptr;
   FSDP2_CHECK(header != nullptr && header->cmsg_type == SCM_RIGHTS, kIo,
               "[shm] did not get the shared memory from the rank that made it; it has failed, or this process may "
               "open no more files: see ulimit -n");
