@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Configures where needed and builds. Usage: build.sh [target...]
-# Environment: PRESET (release), JOBS (one per core, as far as memory goes).
+# Environment: PRESET (release), JOBS (one per core, as far as memory goes), CMAKE_OPTIONS (for a new folder).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,6 +18,7 @@ jobs=${JOBS:-$((memory < 1 ? 1 : memory < cores ? memory : cores))}
 cached() { sed -n "s/^$1:[^=]*=//p" "$folder/CMakeCache.txt" 2>/dev/null || true; }
 if [ ! -f "$folder/build.ninja" ] || [ "$(cached TORCH_ROOT)" != "$torch_root" ] ||
   [ "$(cached FSDP2_TEST_PYTHON)" != "$test_python" ]; then
-  cmake --preset "$preset" "-DTORCH_ROOT=$torch_root" "-DFSDP2_TEST_PYTHON=$test_python"
+  # shellcheck disable=SC2086
+  cmake --preset "$preset" "-DTORCH_ROOT=$torch_root" "-DFSDP2_TEST_PYTHON=$test_python" ${CMAKE_OPTIONS:-}
 fi
 cmake --build "$folder" -j "$jobs" ${1:+--target "$@"}

@@ -12,6 +12,9 @@ namespace fsdp2::dcp::detail {
 
 inline constexpr const char* kMetadataName = ".metadata";
 inline constexpr const char* kChecksumsName = ".checksums";
+// What local_storage() puts behind the name of a checkpoint that is not complete yet, and behind that the one that it
+// replaces, for a moment, where the file system cannot swap two folders.
+inline constexpr std::string_view kStagingMark = ".staging-", kOldMark = "-old";
 
 /// Without folders, as every writer makes them.
 bool is_plain_file_name(std::string_view name);

@@ -7,10 +7,10 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "dcp/item.h"
+
 namespace fsdp2::dcp::detail {
 namespace {
-
-constexpr int kMaxDepth = 200;
 
 bool is_dict(const Value& value) { return value.kind() == Kind::Dict || value.kind() == Kind::OrderedDict; }
 

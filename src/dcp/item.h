@@ -13,6 +13,9 @@
 
 namespace fsdp2::dcp::detail {
 
+inline constexpr int kMaxDepth = 200;                      // of lists and dicts in each other
+inline constexpr size_t kMaxValueBytes = size_t{1} << 30;  // of a plain value's pickle
+
 /// Plain, dense, on CPU, without conj or neg bit, contiguous: what the writer stores. kUnsupported
 /// for tensors that a checkpoint cannot hold (sparse, quantized, meta, nested), naming `fqn`.
 at::Tensor storable(const at::Tensor& tensor, const std::string& fqn);

@@ -17,8 +17,6 @@ using pickle::Graph;
 using pickle::Ref;
 using pickle::Type;
 
-constexpr int kMaxDepth = 200;
-constexpr size_t kMaxPickleBytes = size_t{1} << 30;
 constexpr size_t kMaxBigIntBytes = 4096;
 
 /// Found a class that is not plain data: the item is kept as it is.
@@ -166,7 +164,7 @@ class ValueBuilder {
 
 Value read_value_item(const ByteRange& bytes, bool verify) {
   const ZipReader archive(bytes, verify);
-  const std::string content = archive.read_text(archive.at("data.pkl"), kMaxPickleBytes);
+  const std::string content = archive.read_text(archive.at("data.pkl"), kMaxValueBytes);
   try {
     const Graph graph = pickle::read(content, bytes.what(), {.allow_persistent = true});
     TensorReader tensors(archive, graph);

@@ -11,8 +11,6 @@
 namespace fsdp2::dcp::detail {
 namespace {
 
-constexpr int kMaxDepth = 200;
-
 /// The pickle of a row-major tensor whose bytes are the record data/`key`.
 void describe_tensor(pickle::Writer& out, at::ScalarType type, at::IntArrayRef sizes, const std::string& key) {
   // A dtype that Python's storage classes do not cover is a further argument.

@@ -25,8 +25,7 @@ namespace {
 namespace fs = std::filesystem;
 using detail::check_file_name;
 using detail::is_checkpoint_file;
-
-constexpr const char* kStagingMark = ".staging-";
+using detail::kOldMark;
 
 [[noreturn]] void throw_errno(const char* doing, const fs::path& path, int error = errno) {
   FSDP2_THROW(kIo, "[dcp] ", doing, " ", path.string(), " failed: ", std::strerror(error));
@@ -184,7 +183,7 @@ fs::path resolved(const fs::path& requested) {
 }
 
 std::string staging_prefix(const fs::path& target) {
-  return "." + target.filename().string().substr(0, 200) + kStagingMark;
+  return "." + target.filename().string().substr(0, 200).append(detail::kStagingMark);
 }
 
 void remove_tree(const fs::path& path) noexcept {
@@ -242,7 +241,7 @@ class LocalStorage final : public Storage {
     }
     if (errno != EINVAL && errno != ENOSYS && errno != ENOTSUP)
       throw_errno("swapping in the finished checkpoint at", target);
-    const fs::path aside = place + kOldMark;
+    const fs::path aside = place + std::string(kOldMark);
     if (::rename(target.c_str(), aside.c_str()) != 0) throw_errno("moving the old checkpoint aside at", target);
     if (::rename(place.c_str(), target.c_str()) != 0) {
       const int failure = errno;
@@ -300,8 +299,6 @@ class LocalStorage final : public Storage {
   }
 
  private:
-  static constexpr const char* kOldMark = "-old";
-
   static fs::path make_folder_beside(const fs::path& target) {
     std::random_device random;
     for (int attempt = 0; attempt < 100; ++attempt) {
@@ -324,7 +321,7 @@ class LocalStorage final : public Storage {
     for (const fs::path& path : found) {
       const int lock = try_lock(path);
       if (lock < 0) continue;  // of a save that runs
-      const bool is_old = path.string().size() > 4 && path.string().substr(path.string().size() - 4) == kOldMark;
+      const bool is_old = path.string().ends_with(kOldMark);
       if (is_old && !fs::exists(target, error)) {
         // Killed between the two renames of a file system that cannot swap.
         if (::rename(path.c_str(), target.c_str()) == 0) {

@@ -20,10 +20,6 @@ namespace {
 
 using namespace detail;
 
-// What local_storage() puts behind the name of a checkpoint that is not complete yet, and behind that the one that it
-// replaces, for a moment, where the file system cannot swap two folders.
-constexpr std::string_view kStagingMark = ".staging-", kOldMark = "-old";
-
 std::string text_of(const std::exception& error) {
   const auto* ours = dynamic_cast<const c10::Error*>(&error);
   return ours ? ours->what_without_backtrace() : error.what();

@@ -2,15 +2,11 @@
 
 #include <fsdp2/error.h>
 
+#include "dcp/item.h"
 #include "dcp/local_parts.h"
 #include "dcp/scalar_types.h"
 
 namespace fsdp2::dcp::detail {
-namespace {
-
-constexpr size_t kMaxPickleBytes = size_t{1} << 30;  // as for reading
-
-}  // namespace
 
 std::vector<SaveItem> make_save_items(StateDict& state, int rank) {
   std::vector<SaveItem> items;
@@ -27,8 +23,8 @@ std::vector<SaveItem> make_save_items(StateDict& state, int rank) {
       dtype_name(tensor.scalar_type());  // also where this rank has no part
     } else {
       item.value = pickle_value(*leaf.value, item.fqn);
-      FSDP2_CHECK(item.value.pickle.size() < kMaxPickleBytes, kUnsupported, "[dcp] ", item.fqn, " is a value of ",
-                  item.value.pickle.size(), " bytes; at most ", kMaxPickleBytes,
+      FSDP2_CHECK(item.value.pickle.size() < kMaxValueBytes, kUnsupported, "[dcp] ", item.fqn, " is a value of ",
+                  item.value.pickle.size(), " bytes; at most ", kMaxValueBytes,
                   " are read again: save it as a tensor of bytes");
     }
     items.push_back(std::move(item));

@@ -20,7 +20,7 @@ using pickle::Type;
 
 namespace {
 
-constexpr size_t kMaxPickleBytes = size_t{1} << 20;
+constexpr size_t kMaxTensorPickleBytes = size_t{1} << 20;
 constexpr size_t kMaxDims = 64;
 constexpr int64_t kSlabBytes = int64_t{4} << 20;
 
@@ -207,7 +207,7 @@ class TensorItem::Pass {
 TensorItem::TensorItem(ByteRange bytes, bool verify, at::ScalarType dtype, std::vector<int64_t> sizes)
     : bytes_(std::make_unique<ByteRange>(std::move(bytes))), archive_(std::make_unique<ZipReader>(*bytes_, verify)) {
   const std::string& what = bytes_->what();
-  const std::string pickle = archive_->read_text(archive_->at("data.pkl"), kMaxPickleBytes);
+  const std::string pickle = archive_->read_text(archive_->at("data.pkl"), kMaxTensorPickleBytes);
   const Graph graph = pickle::read(pickle, what, {.allow_persistent = true});
   FSDP2_CHECK(is_tensor(graph, graph.root()), kCorruption, "[dcp] ", what,
               ": the metadata say tensor, the item holds a ", to_string(graph.type(graph.root())),

@@ -1,4 +1,5 @@
 // labels: ranks
+// needs: programs, check_device
 // The program behind scripts/check_gpu.sh, on the CPU and 2 ranks; without a GPU both say so.
 
 #include <gtest/gtest.h>

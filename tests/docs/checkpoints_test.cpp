@@ -1,5 +1,6 @@
 // labels: ranks
 // timeout: 480
+// needs: programs
 // The program on the page about checkpoints is the one that is built; it goes on after a stop as if there had been
 // none.
 

@@ -1,5 +1,6 @@
 // labels: ranks, slow
 // timeout: 600
+// needs: programs
 // `make demo` with a model small enough for a test: every row is shown, and a row that fails is noticed.
 
 #include <gtest/gtest.h>

@@ -1,5 +1,6 @@
 // labels: ranks
 // timeout: 480
+// needs: programs
 // The smallest program, as its first lines tell the reader to run it.
 
 #include <gtest/gtest.h>

@@ -1,4 +1,5 @@
 // labels: slow
+// needs: programs
 // A converter that needs the whole model in memory, or says that it succeeded and wrote nothing.
 
 #include <gtest/gtest.h>

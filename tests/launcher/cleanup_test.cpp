@@ -1,5 +1,6 @@
 // labels: ranks
 // timeout: 240
+// needs: programs
 // Nothing that `fsdp2 run` started is alive 5 s after a rank's failure, or a SIGTERM or SIGKILL of
 // the launcher.
 

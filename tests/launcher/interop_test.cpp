@@ -1,5 +1,6 @@
 // labels: ranks, peer
 // timeout: 240
+// needs: programs
 // Ranks in Python and in C++ join the store that `fsdp2 run` hosts.
 
 #include <fsdp2/process_group.h>

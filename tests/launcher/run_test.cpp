@@ -1,5 +1,6 @@
 // labels: ranks
 // timeout: 480
+// needs: programs
 // `fsdp2 run`: exit codes, output, environment, errors.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// alone: FSDP2_OPAQUE stands at global scope
 // labels: ranks
 // Hooks see the tensors inside nested inputs and outputs, wherever they are.
 

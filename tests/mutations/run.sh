@@ -8,6 +8,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
 export PRESET=${PRESET:-release} OMP_NUM_THREADS=1
+export CMAKE_OPTIONS=-DFSDP2_UNITY_BUILD=OFF  # a fault is one file to compile
 tree=$PWD/build/mutants/tree
 log=$PWD/build/mutants/log
 export GIT_CEILING_DIRECTORIES=$PWD/build/mutants  # the copy is no part of a repository

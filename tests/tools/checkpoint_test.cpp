@@ -1,4 +1,5 @@
 // labels: peer
+// needs: programs
 // The program `fsdp2 checkpoint` as a process: what it makes of Python's checkpoints, and what it refuses.
 
 #include <fsdp2/dcp/dcp.h>
