@@ -30,6 +30,13 @@ namespace shm_backend {
 c10::intrusive_ptr<c10d::Backend> create(const BackendRequest& request);
 }  // namespace shm_backend
 
+namespace two_level_backend {
+/// Over `all`, a Gloo group of the same ranks: shared memory inside of hosts and Gloo between them, where the ranks
+/// stand on several hosts, equally many, at least two, on each; else null. The same on every rank, all of which call.
+c10::intrusive_ptr<c10d::Backend> create_if_useful(const BackendRequest& request,
+                                                   const c10::intrusive_ptr<c10d::Backend>& all);
+}  // namespace two_level_backend
+
 namespace nccl_backend {
 /// Whether this library was built with NCCL.
 bool is_available();

@@ -105,8 +105,8 @@ c10::intrusive_ptr<c10d::Backend> connect(const std::string& backend, const Back
   return backend == "shm" ? shm_backend::create(request) : gloo_backend::create(request);
 }
 
-/// Shared memory where the ranks of the group are on one host and its system allows it, else Gloo: the same on all of
-/// them, since shm fails on all together.
+/// Shared memory where the ranks of the group are on one host and its system allows it, shared memory and Gloo where
+/// they are on several, else Gloo: the same on all of them, since each fails on all together.
 c10::intrusive_ptr<c10d::Backend> connect_best(std::string& backend, BackendRequest request) {
   const auto store = request.store;
   // The ranks of the job are known not to be on one host; those of another group may be.
@@ -125,7 +125,13 @@ c10::intrusive_ptr<c10d::Backend> connect_best(std::string& backend, BackendRequ
   }
   backend = "gloo";
   request.store = c10::make_intrusive<c10d::PrefixStore>("gloo", store);
-  return gloo_backend::create(request);
+  auto gloo = gloo_backend::create(request);
+  if (request.single_host) return gloo;  // where shared memory was refused
+  if (auto two_levels = two_level_backend::create_if_useful(request, gloo)) {
+    backend = "shm+gloo";
+    return two_levels;
+  }
+  return gloo;
 }
 
 /// `ranks`: the global ranks of the group. An empty `backends` means those of the job.

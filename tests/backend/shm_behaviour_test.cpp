@@ -334,7 +334,7 @@ TEST(ShmChoice, RanksOnDifferentHostsAreNamed) {
         };
         EXPECT_FSDP2_ERROR(fsdp2::init_process_group(options("shm", "/a")), kInvalidArgument, "ranks 2, 3 on right");
         fsdp2::init_process_group(options("", "/b"));
-        EXPECT_EQ(backend_name(), "gloo");
+        EXPECT_EQ(backend_name(), "shm+gloo");
         const auto mesh = fsdp2::init_device_mesh(torch::kCPU, {2, 2});
         EXPECT_EQ(mesh.get_group(0)->getBackend(c10::DeviceType::CPU)->getBackendName(), "gloo");
         EXPECT_EQ(mesh.get_group(1)->getBackend(c10::DeviceType::CPU)->getBackendName(), "shm");  // of one host

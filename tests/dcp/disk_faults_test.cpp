@@ -98,7 +98,9 @@ TEST(DiskFaults, AFolderThatMayOnlyBeRead) {
                           const fs::path run = folder.path() + "/run";
                           CheckpointManager(run).save(1, state_of(1));
                           ASSERT_EQ(::chmod(run.c_str(), 0555), 0);
-                          if (::geteuid() == 0) ASSERT_EQ(::seteuid(65534), 0);  // root may write anywhere
+                          if (::geteuid() == 0) {  // root may write anywhere
+                            ASSERT_EQ(::seteuid(65534), 0);
+                          }
                           CheckpointManager manager(run);
                           EXPECT_FSDP2_ERROR(manager.save(2, state_of(2)), kIo, "Permission denied");
                           EXPECT_FSDP2_ERROR(CheckpointManager(run / "step-00000001" / "deep").save(2, state_of(2)),
@@ -106,7 +108,9 @@ TEST(DiskFaults, AFolderThatMayOnlyBeRead) {
                           StateDict loaded = state_of(0);
                           EXPECT_EQ(manager.load_latest(loaded).checkpoint->step, 1);
                           EXPECT_TRUE(same(loaded, state_of(1)));
-                          if (::getuid() == 0) ASSERT_EQ(::seteuid(0), 0);
+                          if (::getuid() == 0) {
+                            ASSERT_EQ(::seteuid(0), 0);
+                          }
                           ::chmod(run.c_str(), 0755);
                         },
                         {.init_process_group = false}));
