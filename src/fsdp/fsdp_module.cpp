@@ -117,8 +117,8 @@ void FSDPModule::set_gradient_divide_factor(double factor) {
               "; expected a positive number: gradients are the sum over all ranks divided by it");
   for_groups(state(), false, [&](ParamGroup& group) {
     const std::string waiting = group.waiting_partial_sum();
-    FSDP2_CHECK(waiting.empty() || group.settings.divide_factor == factor, kUsage,
-                "[fsdp] set_gradient_divide_factor(", factor, ") while gradients of ", waiting,
+    FSDP2_CHECK(waiting.empty() || group.settings.divide_factor == factor, kUsage, "[fsdp] set_gradient_divide_factor(",
+                factor, ") while gradients of ", waiting,
                 " wait for their sum over the replicas, which one factor divides; call synchronize_gradients() or "
                 "zero_grad() first");
   });

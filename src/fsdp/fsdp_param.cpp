@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
 
+#include <cstring>
 #include <utility>
 
 #include <fsdp2/error.h>
@@ -128,6 +129,13 @@ void FSDPParam::acquire_whole() { acquire_unsharded(whole_); }
 void FSDPParam::borrow_whole(void* data) {
   borrow_unsharded(whole_, data);
   whole_is_borrowed_ = true;
+}
+
+void FSDPParam::own_borrowed_whole() {
+  const void* shared = whole_.const_data_ptr();
+  release_whole();
+  acquire_whole();
+  if (whole_.nbytes() > 0) std::memcpy(whole_.data_ptr(), shared, whole_.nbytes());
 }
 
 void FSDPParam::to_unsharded() {

@@ -62,6 +62,9 @@ class FSDPParam {
   void acquire_whole();
   /// The same over memory that all ranks map, and that outlives this object's being whole.
   void borrow_whole(void* data);
+  bool whole_is_borrowed() const { return whole_is_borrowed_; }
+  /// What is borrowed becomes a copy of this rank's own, under every tensor that aliases it.
+  void own_borrowed_whole();
   /// Shows the whole parameter to everybody who holds it.
   void to_unsharded();
   /// Throws kUsage where the whole parameter was written or replaced since: the change would be lost.

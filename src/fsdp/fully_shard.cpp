@@ -207,8 +207,9 @@ void set_reshard(ModuleState& state, const FullyShardOptions& options, std::opti
     return;
   }
   if (*parts == 1) {
-    FSDP2_LOG_WARN_ONCE("[fsdp] reshard_after_forward = 1 keeps whole parameters on every rank, as false does; false "
-                        "says it better");
+    FSDP2_LOG_WARN_ONCE(
+        "[fsdp] reshard_after_forward = 1 keeps whole parameters on every rank, as false does; false "
+        "says it better");
   }
   state.set_reshard_after_forward(*parts > 1);
   for (size_t i = 0; i < state.groups.size(); ++i) {

@@ -31,11 +31,14 @@ double first_divisor(double total) {
   return factor;
 }
 
+bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+/// Whether sums in this dtype can be staged.
+bool can_sum(at::ScalarType dtype) { return is_half(dtype) || dtype == at::kFloat || dtype == at::kDouble; }
+
 /// Whether the sum of such gradients, formed in float, is what the reduction dtype asks for.
 bool sums_as(at::ScalarType gradient, at::ScalarType reduce) {
-  const bool half = gradient == at::kBFloat16 || gradient == at::kHalf;
-  return (gradient == reduce && (half || gradient == at::kFloat || gradient == at::kDouble)) ||
-         (half && reduce == at::kFloat);
+  return gradient == reduce || (is_half(gradient) && reduce == at::kFloat);
 }
 
 /// The gradients of a bucket's members, which stand in the same order among those of all buckets, with their offsets.
@@ -113,30 +116,35 @@ void GradientReduction::add_alone(std::vector<std::pair<size_t, Tensor>>& gradie
   }
 }
 
-/// Starts a reduction out of the gradients themselves, where the backend can and nobody wants the buffer.
+/// Starts a reduction out of the gradients themselves, where the backend can and nobody wants the buffer. Whether it
+/// does follows from what is equal on all ranks; the dtypes of gradients are not, since one that was accumulated
+/// without a reduction has the reduction's already.
 bool GradientReduction::stage(Bucket& bucket, std::vector<std::pair<size_t, Tensor>>& gradients) {
   const GroupSettings& settings = group_->settings;
-  if (group_->size_ == 1 || settings.reduce_scatter || settings.allocate_from_group) return false;
-  std::optional<at::ScalarType> dtype;
-  std::vector<StagedReduction::Piece> pieces;
-  uint64_t fingerprint = static_cast<uint64_t>(bucket.numel);
+  if (group_->size_ == 1 || settings.reduce_scatter || settings.allocate_from_group || !can_sum(bucket.dtype) ||
+      !group_->compute_device().is_cpu()) {
+    return false;
+  }
   bool can = true;
+  for (const auto& [index, offset] : bucket.members) can &= group_->params_[index].geometry().outer == 1;
+  if (!can) return false;
+  auto ring = staging_ring_of(group_->reduce_scatter_group());
+  if (!ring) return false;
+  std::optional<at::ScalarType> dtype;
+  bool as_they_are = true;
+  std::vector<StagedReduction::Piece> pieces;
+  uint64_t fingerprint = static_cast<uint64_t>(bucket.numel) ^ (static_cast<uint64_t>(bucket.dtype) << 56);
   for_members(bucket.members, gradients, [&](size_t index, int64_t, const Tensor& gradient) {
-    const FSDPParam& param = group_->params_[index];
-    can &= param.geometry().outer == 1;
     if (gradient.defined()) {
-      can &= gradient.device().is_cpu() && dtype.value_or(gradient.scalar_type()) == gradient.scalar_type();
+      as_they_are &= dtype.value_or(gradient.scalar_type()) == gradient.scalar_type();
       dtype = gradient.scalar_type();
     }
     fingerprint = (fingerprint ^ (index + 1)) * 0xff51afd7ed558ccd + (fingerprint >> 29);
-    pieces.push_back({gradient, param.padded_numel()});
+    pieces.push_back({gradient, group_->params_[index].padded_numel()});
   });
-  if (!dtype) dtype = bucket.dtype;
-  if (!can || !sums_as(*dtype, bucket.dtype)) return false;
-  auto ring = staging_ring_of(group_->reduce_scatter_group());
-  if (!ring) return false;
+  if (!dtype || !as_they_are || !sums_as(*dtype, bucket.dtype)) dtype = bucket.dtype;
   for (StagedReduction::Piece& piece : pieces) {
-    if (piece.gradient.defined()) piece.gradient = piece.gradient.contiguous();
+    if (piece.gradient.defined()) piece.gradient = piece.gradient.to(*dtype).contiguous();
   }
   // The pieces hold them now.
   for_members(bucket.members, gradients, [](size_t, int64_t, Tensor& gradient) { gradient = Tensor(); });
@@ -224,7 +232,9 @@ void GradientReduction::finish_reduce_scatter() {
     }
   }
   // Every rank sent its gradients, and so was done with the parameters.
-  if (!group_->settings.reduce_scatter) group_->note_all_have_read(times_shown_);
+  if (group_->settings.reduce_scatter) return;
+  if (times_shown_ == group_->times_shown()) group_->check_unwritten_in_place();
+  group_->note_all_have_read(times_shown_);
 }
 
 /// On all ranks of the shard axis.
@@ -285,14 +295,14 @@ void GradientReduction::run_user_hook(Tensor& reduced) const {
 }
 
 void GradientReduction::abandon() noexcept {
-  for (Bucket& bucket : buckets_) {
-    try {
+  try {
+    for (Bucket& bucket : buckets_) {
       if (bucket.staged) bucket.staged->finish();  // the others wait for this rank's part
-    } catch (const std::exception&) {
-      // Another error is being reported.
     }
-    bucket.work.abandon();
+  } catch (const std::exception&) {
+    // Another error is being reported; what failed once is not waited for again.
   }
+  for (Bucket& bucket : buckets_) bucket.work.abandon();
   buckets_.clear();
 }
 

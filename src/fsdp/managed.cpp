@@ -6,12 +6,11 @@
 
 namespace fsdp2::detail {
 
-ManagedCollector::ManagedCollector(const std::vector<Tensor>& ignored, bool distributed)
-    : distributed_(distributed) {
+ManagedCollector::ManagedCollector(const std::vector<Tensor>& ignored, bool distributed) : distributed_(distributed) {
   for (const Tensor& tensor : ignored) {
     const ParameterOwner owner = owner_of(tensor);
-    FSDP2_CHECK(!owner, kInvalidArgument, "[fsdp] ignored_params names ", owner.fqn(), ", which ",
-                owner.state->label(), " sharded already; name it in that call");
+    FSDP2_CHECK(!owner, kInvalidArgument, "[fsdp] ignored_params names ", owner.fqn(), ", which ", owner.state->label(),
+                " sharded already; name it in that call");
     ignored_.insert(tensor.unsafeGetTensorImpl());
   }
 }

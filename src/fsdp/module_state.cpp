@@ -183,7 +183,7 @@ void ModuleState::check_written() const {
 void ModuleState::enter_iteration() {
   context->recover_if_interrupted();
   context->iteration_root = this;
-  if (!context->in_backward()) context->begin_forward_in_place();
+  if (!context->in_backward()) context->begin_in_place(/*only_changed=*/false);
   if (const auto event = std::move(context->post_optim_event)) {
     if (!device.is_cpu()) {
       event->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
@@ -307,7 +307,7 @@ void ModuleState::post_forward(const torch::nn::Module& module, const TensorPoin
     }
     context->drop_pending_gathers();
   }
-  if (ends_iteration && !context->in_backward()) context->end_in_place();
+  if (ends_iteration && !context->in_backward()) context->end_in_place(at::GradMode::is_enabled());
   convert_outputs(outputs);
 }
 

@@ -126,11 +126,15 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   // Note [Parameters in shared memory]
   /// Lets other ranks read this one's shards, after a barrier over the returned group; undefined where the group is
-  /// not in shared memory. Moves it there first where it can be. `only_changed`: see SharedWholes. Collective.
+  /// not in shared memory, or whole already in memory of this rank's own. Moves it to shared memory first where it can
+  /// be. `only_changed`: see SharedWholes. Collective.
   ProcessGroup publish(bool only_changed);
   /// Parameters are shown in place from now on.
-  void begin_in_place() { in_place_allowed_ = shared_ != nullptr; }
-  void end_in_place() { in_place_allowed_ = false; }
+  void begin_in_place() { in_place_allowed_ = shared_ && !whole_in_own_memory(); }
+  /// With `keep_copies`, parameters that stay whole become copies, which no other rank's writes reach.
+  void end_in_place(bool keep_copies);
+  /// Throws kUsage where a shard was written that other ranks may have read before or after.
+  void check_unwritten_in_place() const;
   /// Whether a rank may still read in place what this one would write: until a barrier, or a reduction over the same
   /// ranks that began after the parameters were shown `times_shown()` times.
   bool others_may_read() const { return shown_ > read_by_all_; }
@@ -175,6 +179,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void finish_gather(GatherBucket& bucket);
   void copy_alone(const GatherBucket& bucket);
   bool can_share() const;
+  bool whole_in_own_memory() const { return state_ == DataState::kUnsharded && !params_.front().whole_is_borrowed(); }
   int64_t bytes_of(const GatherBucket& bucket) const;
   void show_in_place();
   void start_copy_from_shared();

@@ -20,9 +20,10 @@ namespace fsdp2::detail {
 //   reduction of the group's gradients, which every rank enters after its last use of the parameters; a barrier at
 //   the end of backward for groups that had none.
 //
-// So parameters are shown in place only between these. unshard() at any other time copies out of the mapping, with a
-// barrier before and after it, as an all-gather would. A shard that is written in between is an error: other ranks
-// may have seen it half written.
+// So parameters are shown in place only between these; those that stay whole after a backward, or after a forward
+// without one, become copies. What stays whole from forward to its backward is still the mapping. unshard() at any
+// other time copies out of it, with a barrier before and after, as an all-gather would. A shard that is written in
+// between is an error: other ranks may have seen it half written.
 
 namespace {
 

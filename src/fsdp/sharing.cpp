@@ -28,8 +28,9 @@ bool in_place_is_on() {
 
 /// Whatever can change later (settings) does not count here: see publish().
 bool ParamGroup::can_share() const {
-  return size_ > 1 && device_.is_cpu() && !offload_ && in_place_is_on() && !params_.empty() &&
+  return size_ > 1 && device_.is_cpu() && !offload_ && in_place_is_on() &&
          shm::shm_backend_of(mesh_.shard_group) != nullptr &&
+         std::any_of(params_.begin(), params_.end(), [](const FSDPParam& p) { return p.padded_numel() > 0; }) &&
          std::all_of(params_.begin(), params_.end(), [](const FSDPParam& p) { return p.geometry().outer == 1; });
 }
 
@@ -37,6 +38,8 @@ ProcessGroup ParamGroup::publish(bool only_changed) {
   const PlainWork plain;
   if (state_ == DataState::kSharded) {
     adopt_foreign_data();
+  } else if (shared_ && whole_in_own_memory()) {
+    return {};
   }
   if (!shared_) {
     // Whole since before: moved once it is not.
@@ -72,6 +75,17 @@ void ParamGroup::show_in_place() {
     count_collective(CollectiveOp::kAllGather, bytes_of(bucket));
   }
   ++shown_;
+}
+
+void ParamGroup::end_in_place(bool keep_copies) {
+  in_place_allowed_ = false;
+  if (!keep_copies || state_ != DataState::kUnsharded || whole_in_own_memory()) return;
+  const PlainWork plain;
+  for (FSDPParam& param : params_) param.own_borrowed_whole();
+}
+
+void ParamGroup::check_unwritten_in_place() const {
+  if (shared_ && others_may_read()) shared_->check_unwritten(params_);
 }
 
 /// Outside forward and backward: as an all-gather would.

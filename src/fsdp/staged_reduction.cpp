@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
 
+#include <ATen/Functions.h>
 #include <fsdp2/error.h>
 
 #include "backend/shm/sum.h"
-#include "process/world.h"
 
 namespace fsdp2::detail {
 
@@ -29,6 +28,7 @@ constexpr uint64_t kSlots = 16;
 /// Of the first chunk of a reduction.
 struct StagingRing::Header {
   uint64_t fingerprint, chunks;
+  at::ScalarType dtype;
 };
 
 StagingRing::StagingRing(shm::ShmBackend& backend)
@@ -57,7 +57,7 @@ StagedReduction::StagedReduction(std::shared_ptr<StagingRing> ring, std::vector<
       divisor_(divisor),
       fingerprint_(fingerprint),
       label_(std::move(label)) {
-  per_chunk_ = static_cast<int64_t>(kSlotBytes / c10::elementSize(dtype_)) / (ring_->ranks_ - 1) / 64 * 64;
+  per_chunk_ = static_cast<int64_t>(kSlotBytes / out_.element_size()) / (ring_->ranks_ - 1) / 64 * 64;
   FSDP2_CHECK(per_chunk_ > 0, kUnsupported, "[fsdp] ", ring_->ranks_,
               " ranks are too many for the ring of one host; use backend cpu:gloo");
   FSDP2_CHECK(!ring_->broken_, kUsage, "[fsdp] an earlier reduction failed while others were under way; start again");
@@ -135,6 +135,7 @@ void StagedReduction::stage_next() {
     StagingRing::Header& header = ring_->header(ring_->rank_, index);
     header.fingerprint = fingerprint_;
     header.chunks = count_;
+    header.dtype = dtype_;
   }
   std::byte* slot = ring_->slot(ring_->rank_, index);
   for (int to = 0, place = 0; to < ring_->ranks_; ++to) {
@@ -155,9 +156,9 @@ void StagedReduction::stage_next() {
 }
 
 void StagedReduction::consume(uint64_t index) {
-  const size_t size = c10::elementSize(dtype_);
-  std::vector<const void*> inputs;
+  std::vector<std::pair<int, const std::byte*>> inputs;  // of ranks
   const int64_t base = static_cast<int64_t>(index - first_) * per_chunk_;
+  const auto size_of = [this](int rank) { return c10::elementSize(dtypes_[static_cast<size_t>(rank)]); };
   for_spans(index, [&](const Piece& piece, int64_t begin, int64_t length, int64_t at) {
     const int own = ring_->rank_;
     const int64_t mine = piece.gradient.defined() ? std::clamp<int64_t>(numel_of(piece, own) - begin, 0, length) : 0;
@@ -170,17 +171,36 @@ void StagedReduction::consume(uint64_t index) {
       for (int rank = 0; rank < ring_->ranks_; ++rank) {
         if (rank == own) {
           if (!with_own) continue;
-          inputs.push_back(static_cast<const std::byte*>(piece.gradient.const_data_ptr()) +
-                           static_cast<size_t>(own * piece.chunk + begin + from) * size);
+          inputs.emplace_back(rank, static_cast<const std::byte*>(piece.gradient.const_data_ptr()) +
+                                        static_cast<size_t>(own * piece.chunk + begin + from) * size_of(rank));
         } else {
           const int place = own < rank ? own : own - 1;
-          inputs.push_back(ring_->slot(rank, index) + static_cast<size_t>(place * per_chunk_ + at + from) * size);
+          inputs.emplace_back(
+              rank, ring_->slot(rank, index) + static_cast<size_t>(place * per_chunk_ + at + from) * size_of(rank));
         }
       }
-      shm::sum_in_order(out + static_cast<size_t>(from) * out_.element_size(), out_.scalar_type(), inputs, dtype_,
-                        count, divisor_);
+      add_up(out + static_cast<size_t>(from) * out_.element_size(), inputs, count);
     }
   });
+}
+
+/// Where the ranks' dtypes differ, in that of the sum, to which each rank would have converted.
+void StagedReduction::add_up(std::byte* out, const std::vector<std::pair<int, const std::byte*>>& inputs,
+                             int64_t count) const {
+  at::ScalarType dtype = dtype_;
+  for (const auto& [rank, data] : inputs) {
+    if (dtypes_[static_cast<size_t>(rank)] != dtype_) dtype = out_.scalar_type();
+  }
+  std::vector<const void*> addresses;
+  std::vector<at::Tensor> converted;
+  for (const auto& [rank, data] : inputs) {
+    addresses.push_back(data);
+    const at::ScalarType given = dtypes_[static_cast<size_t>(rank)];
+    if (given == dtype) continue;
+    converted.push_back(at::from_blob(const_cast<std::byte*>(data), {count}, at::TensorOptions(given)).to(dtype));
+    addresses.back() = converted.back().const_data_ptr();
+  }
+  shm::sum_in_order(out, out_.scalar_type(), addresses, dtype, count, divisor_);
 }
 
 /// Every rank sees the same headers, and goes on behind the longest of the reductions.
@@ -191,6 +211,7 @@ bool StagedReduction::ranks_agree() {
     const StagingRing::Header& header = ring_->header(rank, first_);
     chunks = std::max(chunks, header.chunks);
     agree &= header.fingerprint == fingerprint_;
+    dtypes_.push_back(header.dtype);
   }
   if (agree) return true;
   ring_->reserved_ = ring_->staged_ = first_ + chunks;
@@ -200,29 +221,11 @@ bool StagedReduction::ranks_agree() {
   return false;
 }
 
-namespace {
-
-struct Ring {
-  c10::intrusive_ptr<c10d::ProcessGroup> group;  // keeps the address in use
-  std::shared_ptr<StagingRing> ring;
-};
-
-std::unordered_map<const c10d::ProcessGroup*, Ring>& rings() {
-  static auto* all = new std::unordered_map<const c10d::ProcessGroup*, Ring>();
-  return *all;
-}
-
-}  // namespace
-
 std::shared_ptr<StagingRing> staging_ring_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  const auto found = rings().find(group.get());
-  if (found != rings().end()) return found->second.ring;
   shm::ShmBackend* backend = shm::shm_backend_of(group);
   if (backend == nullptr || backend->getSize() == 1) return nullptr;
-  auto ring = std::make_shared<StagingRing>(*backend);
-  before_destroy([] { rings().clear(); });
-  rings().emplace(group.get(), Ring{group, ring});
-  return ring;
+  if (!backend->attachment) backend->attachment = std::make_shared<StagingRing>(*backend);
+  return std::static_pointer_cast<StagingRing>(backend->attachment);
 }
 
 }  // namespace fsdp2::detail

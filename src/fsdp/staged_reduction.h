@@ -44,9 +44,9 @@ class StagedReduction {
     at::Tensor gradient;
     int64_t chunk = 0;
   };
-  /// All pieces have dtype `dtype`. `out`: one rank's chunks one after the other, filled by finish() with the sum over
-  /// ranks, in their order, over `divisor`. Ranks must agree on the fingerprint. `label` is for error texts. Stages
-  /// what it can without waiting.
+  /// All pieces have dtype `dtype`, no wider than that of `out`; other ranks' may have another. `out`: one rank's
+  /// chunks one after the other, filled by finish() with the sum over ranks, in their order, over `divisor`. Ranks must
+  /// agree on the fingerprint. `label` is for error texts. Stages what it can without waiting.
   StagedReduction(std::shared_ptr<StagingRing> ring, std::vector<Piece> pieces, at::ScalarType dtype, at::Tensor out,
                   double divisor, uint64_t fingerprint, std::string label);
   ~StagedReduction();
@@ -60,6 +60,7 @@ class StagedReduction {
   void complete();
   void stage_next();
   void consume(uint64_t index);
+  void add_up(std::byte* out, const std::vector<std::pair<int, const std::byte*>>& inputs, int64_t count) const;
   bool ranks_agree();
   template <class Use>
   void for_spans(uint64_t index, Use&& use) const;
@@ -68,6 +69,7 @@ class StagedReduction {
   std::shared_ptr<StagingRing> ring_;
   std::vector<Piece> pieces_;
   at::ScalarType dtype_;
+  std::vector<at::ScalarType> dtypes_;  // of the ranks, once known
   at::Tensor out_;
   double divisor_;
   uint64_t fingerprint_;

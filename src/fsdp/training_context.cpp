@@ -85,19 +85,27 @@ void TrainingContext::begin_in_place(bool only_changed) {
   for_groups([](ParamGroup& group) { group.begin_in_place(); });
 }
 
-void TrainingContext::end_in_place() {
+void TrainingContext::end_in_place(bool backward_follows) {
   const ProfileRange range("FSDP::all_gather");
   Barriers barriers;
+  std::exception_ptr written;  // thrown once nobody waits for this rank
   for_groups([&](ParamGroup& group) {
-    group.end_in_place();
-    if (group.others_may_read()) barriers.add(group.mesh().shard_group);
+    group.end_in_place(/*keep_copies=*/!backward_follows);
+    if (!group.others_may_read()) return;
+    barriers.add(group.mesh().shard_group);
+    try {
+      group.check_unwritten_in_place();
+    } catch (const Error&) {
+      if (!written) written = std::current_exception();
+    }
   });
   barriers.wait("parameters in shared memory, after they were read");
   for_groups([](ParamGroup& group) { group.note_all_have_read(group.times_shown()); });
+  if (written) std::rethrow_exception(written);
 }
 
 void TrainingContext::abandon_in_place() noexcept {
-  for_groups([](ParamGroup& group) { group.end_in_place(); });
+  for_groups([](ParamGroup& group) { group.end_in_place(/*keep_copies=*/false); });
 }
 
 void TrainingContext::interrupt_backward() noexcept {
@@ -114,7 +122,6 @@ void TrainingContext::enter_backward() {
     return;
   }
   graph_task_ = current;
-  reduced_any_ = false;
   warn_of_second_root(current);
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(weak_from_this())] { end->run(); });
@@ -149,8 +156,7 @@ void TrainingContext::finish_backward() {
     drop_pending_gathers();
   }
   finish_reductions();
-  accumulating_ = !reduced_any_;
-  end_in_place();
+  end_in_place(/*backward_follows=*/false);
   for (const auto& [weak, param] : std::exchange(hooks_at_end_, {})) {
     if (const auto group = weak.lock()) group->run_post_accumulate_hooks({param});
   }
@@ -164,7 +170,6 @@ void TrainingContext::reduce(const std::shared_ptr<ParamGroup>& group,
                              std::vector<std::pair<size_t, at::Tensor>> gradients, bool all_reduce) {
   std::vector<size_t> indices;
   for (const auto& [index, gradient] : gradients) indices.push_back(index);
-  reduced_any_ = true;
   const bool compared = reductions->start(group, std::move(gradients), all_reduce, max_input_buffers);
   if (!compared) reduced_.emplace_back(group, std::move(indices));
 }

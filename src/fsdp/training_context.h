@@ -37,8 +37,7 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   /// From here to end_in_place() groups in shared memory are shown in place. Collective over their ranks.
   void begin_in_place(bool only_changed);
   /// Waits until nobody reads any more. Collective.
-  void end_in_place();
-  void begin_forward_in_place() { begin_in_place(accumulating_); }
+  void end_in_place(bool backward_follows);
   /// Without the others, after an exception.
   void abandon_in_place() noexcept;
   /// Frees what was gathered ahead and not used after all: an optimizer step would leave it with old values.
@@ -73,9 +72,7 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   void warn_of_second_root(int graph_task) const;
 
   std::string label_;
-  int graph_task_ = -1;        // autograd's number of the backward under way
-  bool reduced_any_ = false;   // in this backward
-  bool accumulating_ = false;  // the last backward reduced nothing, so no optimizer is expected to have stepped
+  int graph_task_ = -1;  // autograd's number of the backward under way
   std::vector<std::weak_ptr<ModuleState>> forward_order_;
   // Of this backward. Weak: groups hold this object.
   std::vector<std::pair<std::weak_ptr<ParamGroup>, std::vector<size_t>>> reduced_;

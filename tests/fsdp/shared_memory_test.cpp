@@ -1,7 +1,9 @@
 // labels: ranks
 // Groups whose whole parameters lie in memory that all ranks map: what is read, when, and what a write means.
 
+#include <algorithm>
 #include <cstdlib>
+#include <fstream>
 #include <thread>
 
 #include "fsdp/parity.h"
@@ -13,9 +15,9 @@ namespace {
 using namespace fsdp2::testing;
 using torch::Tensor;
 
-#define SHM_TEST(name, num_ranks)                                                                          \
-  static void name##_body(int rank);                                                                       \
-  TEST(SharedMemory, name) { ASSERT_TRUE(run_ranks(num_ranks, name##_body, {.backend = "cpu:shm"})); }     \
+#define SHM_TEST(name, num_ranks)                                                                      \
+  static void name##_body(int rank);                                                                   \
+  TEST(SharedMemory, name) { ASSERT_TRUE(run_ranks(num_ranks, name##_body, {.backend = "cpu:shm"})); } \
   static void name##_body([[maybe_unused]] int rank)
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
@@ -48,14 +50,19 @@ Paused paused(const fsdp2::FullyShardOptions& options = {}) {
 void train_like_whole(int rank, const char* where) {
   torch::manual_seed(3);
   Tower model(5, 3), reference(5, 3);
-  for (torch::nn::Module* each : {static_cast<torch::nn::Module*>(model.get()),
-                                  static_cast<torch::nn::Module*>(reference.get())}) {
+  for (torch::nn::Module* each :
+       {static_cast<torch::nn::Module*>(model.get()), static_cast<torch::nn::Module*>(reference.get())}) {
     each->to(torch::kDouble);
   }
   copy_state(*model, *reference);
   for (Mlp& mlp : model->mlps) fsdp2::fully_shard(mlp);
   fsdp2::fully_shard(model);
-  expect_trains_like(model, reference, rank, 4, [] { return torch::randn({6, 5}, torch::kDouble); }, where);
+  expect_trains_like(
+      model, reference, rank, 4,
+      [] {
+        return torch::randn({6, 5}, torch::kDouble);
+      },
+      where);
 }
 
 SHM_TEST(TrainsLikeTheWholeModel2, 2) { train_like_whole(rank, "2 ranks"); }
@@ -132,6 +139,143 @@ SHM_TEST(AWriteInsideForwardIsRefused, 2) {
     local_of(model->fc->weight).fill_(3);
   };
   EXPECT_FSDP2_ERROR(model(torch::ones({1, 2})), kUsage, "fc.weight was written inside forward or backward");
+}
+
+/// Two layers; `between` runs after the first was used. The second skips the first where `use_first` is false.
+struct ChainImpl : torch::nn::Module {
+  ChainImpl() {
+    first = register_module("first", linear(4, 4));
+    second = register_module("second", linear(4, 4));
+  }
+  Tensor forward(const Tensor& x, bool use_first) {
+    const Tensor hidden = first(x);
+    if (between) between();
+    return second(use_first ? hidden : x.to(hidden.scalar_type()));
+  }
+  Linear first{nullptr}, second{nullptr};
+  std::function<void()> between;
+};
+FSDP2_MODULE(Chain);
+
+Chain chain(const fsdp2::FullyShardOptions& options = {}) {
+  Chain model;
+  {
+    const torch::NoGradGuard no_grad;
+    for (Tensor& param : model->parameters()) param.fill_(1);
+  }
+  fsdp2::fully_shard(model->first, options);
+  fsdp2::fully_shard(model->second, options);
+  fsdp2::fully_shard(model, options);
+  return model;
+}
+
+SHM_TEST(AWriteInsideForwardAfterTheLastUseIsRefused, 2) {
+  Chain model = chain();
+  const torch::NoGradGuard no_grad;
+  model(torch::ones({1, 4}), true);
+  if (rank == 0) model->between = [&] { local_of(model->first->weight).mul_(100); };
+  if (rank == 0) {
+    EXPECT_FSDP2_ERROR(model(torch::ones({1, 4}), true), kUsage, "first.weight was written inside forward");
+  } else {
+    model(torch::ones({1, 4}), true);  // no hang: the error of the other comes after the last barrier
+  }
+}
+
+SHM_TEST(RawWritesBetweenMicroBatchesReachCastCopies, 2) {
+  fsdp2::FullyShardOptions options;
+  options.mp_policy.param_dtype = torch::kBFloat16;
+  Chain model = chain(options);
+  fsdp2::fsdp_module(model).set_requires_gradient_sync(false);
+  model(torch::ones({1, 4}), true).sum().backward();
+  float* data = local_of(model->first->weight).data_ptr<float>();
+  std::fill_n(data, 8, 2.f);
+  EXPECT_EQ(max_difference(model(torch::ones({1, 4}), true), torch::full({1, 4}, 32.f)), 0);
+}
+
+/// The gradients of one rank were accumulated in float, those of the other come in bfloat16.
+SHM_TEST(RanksWithGradientsOfDifferentDtypesAddUp, 2) {
+  fsdp2::FullyShardOptions options;
+  options.mp_policy.param_dtype = torch::kBFloat16;
+  options.mp_policy.reduce_dtype = torch::kFloat;
+  Chain model = chain(options);
+  const Tensor x = torch::full({1, 4}, static_cast<float>(rank + 1)).requires_grad_();
+  fsdp2::FSDPModule handle = fsdp2::fsdp_module(model);
+  handle.set_requires_gradient_sync(false);
+  model(x, rank == 0).sum().backward();
+  handle.set_requires_gradient_sync(true);
+  model(x, true).sum().backward();
+  // d/dW1 of a use is 4 x, of which rank 0 made two and rank 1 one; over 2 ranks.
+  EXPECT_EQ(max_difference(whole(model->first->weight.grad()), torch::full({4, 4}, (2 * 4 * 1.f + 4 * 2.f) / 2)), 0);
+}
+
+SHM_TEST(WhatStaysWholeAfterEvaluationIsACopy, 2) {
+  Chain model;
+  {
+    const torch::NoGradGuard no_grad;
+    for (Tensor& param : model->parameters()) param.fill_(1);
+  }
+  fsdp2::fully_shard(model);
+  const torch::NoGradGuard no_grad;
+  model(torch::ones({1, 4}), true);
+  if (rank == 0) {
+    fsdp2::fsdp_module(model).reshard();
+    local_of(model->first->weight).fill_(1000);
+  }
+  fsdp2::barrier();
+  if (rank == 1) {
+    EXPECT_EQ(model->first->weight.sum().item<float>(), 16);
+  }
+  fsdp2::barrier();
+}
+
+/// As on Gloo nothing is communicated by micro-batches that neither gather nor reduce, so they need no partner.
+SHM_TEST(LocalMicroBatchesNeedNoPartner, 2) {
+  Chain model;
+  {
+    const torch::NoGradGuard no_grad;
+    for (Tensor& param : model->parameters()) param.fill_(1);
+  }
+  fsdp2::FSDPModule handle = fsdp2::fully_shard(model, {.reshard_after_forward = false});
+  const Tensor x = torch::full({1, 4}, static_cast<float>(rank + 1));
+  handle.set_requires_gradient_sync(false);
+  handle.set_reshard_after_backward(false);
+  const int batches = rank == 0 ? 4 : 2;
+  for (int i = 0; i < batches; ++i) model(x, true).sum().backward();
+  handle.set_requires_gradient_sync(true);
+  handle.set_reshard_after_backward(true);
+  model(x, true).sum().backward();
+  const float uses = 5 * 1 + 3 * 2;  // batches times x
+  EXPECT_EQ(max_difference(whole(model->first->weight.grad()), torch::full({4, 4}, 4 * uses / 2)), 0);
+}
+
+SHM_TEST(AGroupWithoutElementsRuns, 2) {
+  struct EmptyImpl : torch::nn::Module {
+    EmptyImpl() { weight = register_parameter("weight", torch::zeros({0, 4})); }
+    Tensor forward(const Tensor& x) { return x + weight.sum(); }
+    Tensor weight;
+  };
+  auto model = std::make_shared<EmptyImpl>();
+  fsdp2::fully_shard(model);
+  EXPECT_EQ(fsdp2::call(model, torch::ones({1})).item<float>(), 1);
+}
+
+SHM_TEST(SharedMemoryGoesWithItsGroup, 2) {
+  const auto mappings = [] {
+    std::ifstream maps("/proc/self/maps");
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) count += line.find("memfd:fsdp2") != std::string::npos;
+    return count;
+  };
+  const auto train = [] {
+    Chain model;
+    const fsdp2::ProcessGroup group = fsdp2::new_group({0, 1});
+    fsdp2::fully_shard(model, {.mesh = fsdp2::DeviceMesh::from_group(group, torch::kCPU)});
+    model(torch::ones({1, 4}), true).sum().backward();
+  };
+  train();
+  const int before = mappings();
+  for (int i = 0; i < 3; ++i) train();
+  EXPECT_LE(mappings(), before + 2);  // a group may outlive its last user for a moment
 }
 
 SHM_TEST(AWriteIntoTheWholeSaysThatItReachedAllRanks, 2) {

@@ -36,6 +36,9 @@ class ShmBackend : public c10d::Backend {
   /// Collective: counters of the group's ranks, all zero.
   std::shared_ptr<Signals> make_signals();
 
+  /// Of the library's, kept as long as the group.
+  std::shared_ptr<void> attachment;
+
   const std::string getBackendName() const override { return "shm"; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
