@@ -13,6 +13,7 @@
 #include <fsdp2/error.h>
 #include <fsdp2/log.h>
 
+#include "diagnose/first_step.h"
 #include "fsdp/debug_level.h"
 #include "fsdp/module_state.h"
 #include "fsdp/param_group.h"
@@ -156,6 +157,10 @@ void TrainingContext::finish_backward() {
   }
   if (is_last_backward) {
     clear_forward_order();
+  }
+  if (!first_step_over_ && reduced_any_) [[unlikely]] {
+    first_step_over_ = true;
+    note_first_step(shared_from_this());
   }
   graph_task_ = -1;  // last: a backward that threw is cleared up by the next forward
 }
