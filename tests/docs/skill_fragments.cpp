@@ -40,7 +40,7 @@ int main(int argc, char** argv) {
       const std::string body = without_includes(block.text, includes), name = "fragment_" + std::to_string(seen.size());
       functions << "#line " << block.line << " \"" << argv[i] << "\"\n";
       if (is_declaration(block.text)) {
-        functions << "namespace " << name << " {\n" << body << "}\n";
+        functions << "namespace " << name << " {\n" << body << "}\nusing namespace " << name << ";\n";
         continue;
       }
       functions << "static void " << name

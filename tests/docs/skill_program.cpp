@@ -1,7 +1,7 @@
 // Runs what the pages of skills/ show, on every rank:
 //   skill_program fragments    each C++ fragment, in order, with a fresh model
 //   skill_program faults FILE  programs with one fault each; rank 0 writes what they say, one a line
-//   skill_program alone        a rank whose peer never comes
+//   skill_program alone PORT   a rank whose peer never comes
 
 #define main reference_main
 #include "reference/train.cpp"
@@ -35,11 +35,23 @@ int64_t peak_bytes(bool one_group) {
   return fsdp2::counters().unsharded_bytes_peak;
 }
 
+/// What a single-process program left behind.
+void write_old_files(const std::filesystem::path& folder) {
+  Net net(kInputs, 128, 4);
+  torch::optim::AdamW optimizer(net->parameters(), 1e-3);
+  net(torch::ones({2, kInputs})).sum().backward();
+  optimizer.step();
+  torch::save(net, folder / "old.pt");
+  torch::save(optimizer, folder / "old_optimizer.pt");
+}
+
 void run_fragments() {
   for (const Fragment& fragment : kFragments) {
     // Fragments of one page build on each other's files.
     const auto folder = std::filesystem::path("pages") / std::filesystem::path(fragment.page).stem();
     std::filesystem::create_directories(folder);
+    if (fsdp2::get_rank() == 0 && !std::filesystem::exists(folder / "old.pt")) write_old_files(folder);
+    fsdp2::barrier();
     const auto home = std::filesystem::current_path();
     std::filesystem::current_path(folder);
     if (fragment.joins) {
@@ -84,7 +96,10 @@ void run_faults(const std::string& path) {
 int main(int argc, char** argv) try {
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "alone") {
-    fsdp2::init_process_group({.init_method = "tcp://127.0.0.1:0", .timeout = std::chrono::seconds(1)});
+    fsdp2::init_process_group({.init_method = std::string("tcp://127.0.0.1:") + argv[2],
+                               .timeout = std::chrono::seconds(1),
+                               .rank = 0,
+                               .world_size = 2});
     return 0;
   }
   fsdp2::init_process_group();
