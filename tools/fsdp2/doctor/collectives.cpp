@@ -54,13 +54,22 @@ bool pump(int fd, std::string& text) {
 Outcome launch(int num_ranks) {
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   WorkerStart start;
-  start.command = {program,       "run",   "--standalone", "--nproc-per-node", std::to_string(num_ranks),
-                   "--no-prefix", program, "doctor",       "--worker"};
+  start.command = {program,
+                   "run",
+                   "--standalone",
+                   "--rdzv-conf",
+                   "join_timeout=15",
+                   "--nproc-per-node",
+                   std::to_string(num_ranks),
+                   "--no-prefix",
+                   program,
+                   "doctor",
+                   "--worker"};
   start.environment = environment();
   // Dies with us, and its watchdog then ends its ranks.
   Worker worker = start_worker(start);
   Outcome outcome;
-  const auto deadline = Clock::now() + std::chrono::seconds(45 + num_ranks);
+  const auto deadline = Clock::now() + std::chrono::seconds(40 + num_ranks);
   bool out_open = true, err_open = true;
   while (out_open || err_open) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
@@ -92,13 +101,14 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-/// The first line in which a rank or the launcher says why, else the last one.
+/// The first line in which a rank or the launcher says why, else the last one that is not of a backtrace.
 std::string cause(const std::string& err) {
-  const std::vector<std::string> lines = lines_of(err);
-  for (const std::string& line : lines) {
-    if (line.find("fsdp2: ") != std::string::npos || line.find("rror") != std::string::npos) return line;
+  std::string last = "no rank said why";
+  for (const std::string& line : lines_of(err)) {
+    if (line.find("fsdp2: ") != std::string::npos) return line;
+    if (!line.starts_with("frame #") && !line.starts_with("Exception raised")) last = line;
   }
-  return lines.empty() ? "no rank said why" : lines.back();
+  return last;
 }
 
 std::string speed_text(const Json& line) {

@@ -1,5 +1,6 @@
 #include "doctor/command.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -67,26 +68,12 @@ std::vector<Topic> examine(const DoctorOptions& options) {
   return topics;
 }
 
-const char* text(Severity severity) {
-  return severity == Severity::kError ? "error" : severity == Severity::kWarning ? "warning" : "note";
-}
-
 std::string version() { return c10::str(FSDP2_VERSION_MAJOR, ".", FSDP2_VERSION_MINOR, ".", FSDP2_VERSION_PATCH); }
 
 void show_json(const DoctorOptions& options, const std::vector<Topic>& topics, const Diagnosis& diagnosis) {
   Json out = {{"fsdp2", version()}, {"ranks", options.num_ranks}};
   for (const Topic& topic : topics) out[topic.name()] = topic.facts();
-  Json findings = Json::array();
-  size_t counts[3] = {};
-  for (const Finding& finding : diagnosis.findings) {
-    findings.push_back({{"rule", finding.rule},
-                        {"severity", text(finding.severity)},
-                        {"what", finding.what},
-                        {"where", finding.where},
-                        {"fix", finding.fix}});
-    ++counts[static_cast<int>(finding.severity)];
-  }
-  out.update({{"findings", findings}, {"errors", counts[2]}, {"warnings", counts[1]}, {"notes", counts[0]}});
+  out.update(Json::parse(diagnosis.to_json()));
   print_json(out);
 }
 
@@ -102,11 +89,12 @@ void show_text(const DoctorOptions& options, const std::vector<Topic>& topics, c
     }
   }
   std::cout << table.text() << '\n';
-  for (const Finding& finding : diagnosis.findings) {
-    std::cout << text(finding.severity) << "  " << finding.rule << " (" << finding.where << ")\n  "
-              << printable(finding.what) << "\n  fix: " << printable(finding.fix) << "\n";
+  for (const Finding& finding : diagnosis) {
+    std::cout << to_string(finding.severity) << "  " << finding.rule << "  " << finding.where << "\n  what  "
+              << finding.what << "\n  fix   " << finding.fix << '\n';
   }
-  std::cout << count_text(diagnosis.findings.size(), "finding") << '\n';
+  std::cout << "fsdp2 doctor: " << (diagnosis.empty() ? "nothing found" : count_text(diagnosis.size(), "finding"))
+            << '\n';
 }
 
 }  // namespace
@@ -136,6 +124,7 @@ DoctorCommand::DoctorCommand(CLI::App& program) {
 
 int DoctorCommand::run() const {
   if (worker_) return measure_collectives();
+  signal(SIGXFSZ, SIG_IGN);  // what a limit of file sizes refuses is to be an error code
   DoctorOptions options = options_;
   options.benchmarks = !quick_;
   const std::vector<Topic> topics = examine(options);
@@ -148,7 +137,7 @@ int DoctorCommand::run() const {
     }
   }
   json_ ? show_json(options, topics, diagnosis) : show_text(options, topics, diagnosis);
-  return !diagnosis.findings.empty() && diagnosis.findings.front().severity == Severity::kError ? 1 : 0;
+  return !diagnosis.empty() && diagnosis.begin()->severity == Severity::kError ? 1 : 0;
 }
 
 }  // namespace fsdp2::tool

@@ -9,6 +9,7 @@
 #include <fsdp2/diagnose.h>
 
 #include "checkpoint/json.h"
+#include "checkpoint/text.h"
 
 namespace fsdp2::tool {
 
@@ -33,7 +34,7 @@ class Topic {
 
   /// `rule` is a stable id.
   void find(Severity severity, const std::string& rule, const std::string& what, const std::string& fix) {
-    findings_.push_back({rule, severity, what, name_, fix});
+    findings_.push_back({rule, severity, printable(what), name_, printable(fix)});
   }
 
   const std::string& name() const { return name_; }
