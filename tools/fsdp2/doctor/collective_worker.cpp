@@ -18,7 +18,7 @@
 namespace fsdp2::tool {
 namespace {
 
-constexpr double kSecondsEach = 0.3;
+constexpr double kSecondsEach = 0.15;
 constexpr int64_t kElements = int64_t{4} << 20;  // of float32: 16 MiB, the whole weights of a block
 constexpr auto kTimeout = std::chrono::seconds(20);
 
