@@ -59,7 +59,8 @@ inline Page parse(const std::string& text) {
     if (std::regex_match(line, match, heading)) page.headings.emplace_back(match[1].length(), match[2]);
     for (std::sregex_iterator it(line.begin(), line.end(), code), end; it != end; ++it) page.codes.push_back((*it)[1]);
     const std::string plain = std::regex_replace(line, code, "");
-    for (std::sregex_iterator it(plain.begin(), plain.end(), link), end; it != end; ++it) page.links.push_back((*it)[1]);
+    for (std::sregex_iterator it(plain.begin(), plain.end(), link), end; it != end; ++it)
+      page.links.push_back((*it)[1]);
   }
   return page;
 }

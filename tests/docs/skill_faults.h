@@ -54,7 +54,10 @@ inline std::vector<Fault> all() {
   return {
       {"init twice", [] { init_process_group(); }},
       {"forward past the hooks", [] { sharded()->forward(rows()); }},
-      {"block's forward past the hooks", [] { sharded()->blocks[0]->forward(torch::ones({4, 16})); }},
+      {"block's forward past the hooks",
+       [] {
+         sharded()->blocks[0]->forward(torch::ones({4, 16}));
+       }},
       {"still on meta",
        [] {
          auto net = on_meta();
@@ -129,7 +132,10 @@ inline std::vector<Fault> all() {
          Net net(32, 16, 2);
          fully_shard(net, {.mesh = init_device_mesh(torch::kCPU, {1, 2})});
        }},
-      {"a mesh of too many ranks", [] { init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"}); }},
+      {"a mesh of too many ranks",
+       [] {
+         init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});
+       }},
       {"an axis that is not there", [] { init_device_mesh(torch::kCPU, {2}, {"dp"})["tp"]; }},
       {"a reshard number that does not divide",
        [] {
@@ -261,11 +267,15 @@ inline std::vector<Fault> all() {
          dcp::load(other, "dtypes");
        }},
       {"a value that differs",
-       [] { dcp::save(dcp::StateDict{{"loss", 1.0 + get_rank()}}, "differs"); }},
+       [] {
+         dcp::save(dcp::StateDict{{"loss", 1.0 + get_rank()}}, "differs");
+       }},
       {"whole tensors of rank 0 without saying so",
        [] { set_model_state_dict(sharded(), {}, {.broadcast_from_rank0 = true}); }},
       {"a state dict with other names",
-       [] { set_model_state_dict(sharded(), {{"weight", torch::ones({2})}}); }},
+       [] {
+         set_model_state_dict(sharded(), {{"weight", torch::ones({2})}});
+       }},
       {"an optimizer without a layout",
        [] {
          auto net = sharded();

@@ -49,7 +49,8 @@ int main(int argc, char** argv) {
                 << "#line " << block.line << " \"" << argv[i] << "\"\n"
                 << body << "}}\n";
       const bool joins = block.text.find("init_process_group(") != std::string::npos;
-      table << "  {\"" << argv[i] << "\", " << block.line << ", " << (joins ? "true" : "false") << ", " << name << "},\n";
+      table << "  {\"" << argv[i] << "\", " << block.line << ", " << (joins ? "true" : "false") << ", " << name
+            << "},\n";
     }
   }
   std::ofstream out(argv[1]);

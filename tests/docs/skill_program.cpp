@@ -1,6 +1,7 @@
 // Runs what the pages of skills/ show, on every rank:
 //   skill_program fragments    each C++ fragment, in order, with a fresh model
 //   skill_program faults FILE  programs with one fault each; rank 0 writes what they say, one a line
+//   skill_program peak BACKEND bytes of whole parameters at once, as one group and with a group per block
 //   skill_program alone PORT   a rank whose peer never comes
 
 #define main reference_main
@@ -88,7 +89,6 @@ void run_faults(const std::string& path) {
     }
     fsdp2::barrier();
   }
-  out << "peak as one group " << peak_bytes(true) << "\npeak with a group per block " << peak_bytes(false) << std::endl;
 }
 
 }  // namespace
@@ -102,7 +102,11 @@ int main(int argc, char** argv) try {
                                .world_size = 2});
     return 0;
   }
-  fsdp2::init_process_group();
+  fsdp2::init_process_group({.backend = what == "peak" ? argv[2] : ""});
+  if (what == "peak") {
+    const int64_t one_group = peak_bytes(true), group_per_block = peak_bytes(false);
+    if (fsdp2::get_rank() == 0) std::cout << "peaks " << one_group << ' ' << group_per_block << std::endl;
+  }
   if (what == "fragments") run_fragments();
   if (what == "faults") run_faults(argv[2]);
   fsdp2::destroy_process_group();
