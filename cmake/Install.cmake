@@ -24,6 +24,11 @@ endif()
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/fsdp2" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   FILES_MATCHING PATTERN "*.h")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+# Side by side as in this tree, so that the links from one to the other hold.
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/skills" "${PROJECT_SOURCE_DIR}/docs" "${PROJECT_SOURCE_DIR}/examples"
+  DESTINATION "${CMAKE_INSTALL_DATADIR}/fsdp2")
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/benchmarks" DESTINATION "${CMAKE_INSTALL_DATADIR}/fsdp2"
+  FILES_MATCHING PATTERN "report.md" PATTERN "*.svg")
 
 install(EXPORT fsdp2Targets NAMESPACE fsdp2:: DESTINATION "${_package_folder}")
 configure_package_config_file(

@@ -44,7 +44,7 @@ struct NetImpl : torch::nn::Module {
 };
 FSDP2_MODULE(Net);
 
-constexpr int64_t kInputs = 32, kBatch = 64;  // kBatch: rows of a step over all ranks together
+constexpr int64_t kInputs = 32, kBatch = 48;  // kBatch: rows of a step over all ranks, which divide it
 constexpr int64_t kSteps = 20, kSaveAt = 10;
 constexpr const char* kFolder = "reference_checkpoint";
 

@@ -2,6 +2,7 @@
 
 // Everything that a training program needs.
 
+#include <fsdp2/check_parity.h>
 #include <fsdp2/clip_grad.h>
 #include <fsdp2/dcp/dcp.h>
 #include <fsdp2/dcp/manager.h>
@@ -9,6 +10,7 @@
 #include <fsdp2/dcp/storage.h>
 #include <fsdp2/dcp/value.h>
 #include <fsdp2/device_mesh.h>
+#include <fsdp2/diagnose.h>
 #include <fsdp2/error.h>
 #include <fsdp2/fake_backend.h>
 #include <fsdp2/fully_shard.h>

@@ -71,6 +71,7 @@ class Decoder {
     const Ref root = graph_.root();
     expect_record(root, kMetadataModule, "Metadata");
     stored.foreign = field(root, "storage_meta") != Graph::kNoState || field(root, "version") == Graph::kNoState;
+    if (const Ref version = field(root, "version"); version != Graph::kNoState) stored.version = graph_.text(version);
     decode_entries(field(root, "state_dict_metadata"), stored);
     decode_paths(field(root, "planner_data"), stored);
     decode_locations(field(root, "storage_data"), stored);

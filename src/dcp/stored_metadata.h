@@ -32,6 +32,8 @@ struct StoredMetadata {
   std::vector<std::vector<ItemLocation>> locations;
   /// Written by another library than this one, which leaves storage_meta None and names a version.
   bool foreign = false;
+  /// Of the format, as the writer gives it; empty where it does not (torch 2.4 and older).
+  std::string version = {};
 
   /// Index into metadata.entries, or npos.
   size_t find(std::string_view fqn) const;

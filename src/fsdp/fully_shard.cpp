@@ -11,6 +11,7 @@
 #include <fsdp2/error.h>
 #include <fsdp2/log.h>
 
+#include "diagnose/refusals.h"
 #include "fsdp/ignored_params.h"
 #include "fsdp/managed.h"
 #include "fsdp/module_state.h"
@@ -212,6 +213,7 @@ void set_reshard(ModuleState& state, const FullyShardOptions& options, std::opti
         "says it better");
   }
   state.set_reshard_after_forward(*parts > 1);
+  state.asked_reshard = options.reshard_after_forward;
   for (size_t i = 0; i < state.groups.size(); ++i) {
     if (part_meshes[i]) state.groups[i]->keep_parts_over(part_meshes[i]);
   }
@@ -250,7 +252,9 @@ void check_not_below_owner(const Modules& modules, const ManagedCollector& manag
     for (const auto& above : owner->modules()) {
       const auto below = above->modules(/*include_self=*/false);
       for (const auto& module : modules) {
-        FSDP2_CHECK(std::find(below.begin(), below.end(), module) == below.end(), kUsage,
+        const bool above_first = std::find(below.begin(), below.end(), module) != below.end();
+        if (above_first) note_refused_shard(module);
+        FSDP2_CHECK(!above_first, kUsage,
                     "[fsdp] fully_shard was called on ", module->name(), " after ", owner->label(),
                     ", which contains it and has its parameters; shard the modules "
                     "inside first, then the one around them");

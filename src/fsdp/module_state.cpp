@@ -9,6 +9,7 @@
 
 #include <fsdp2/error.h>
 
+#include "diagnose/first_step.h"
 #include "fsdp/autograd_hooks.h"
 #include "fsdp/debug_level.h"
 #include "fsdp/profile_range.h"
@@ -182,6 +183,7 @@ void ModuleState::check_written() const {
 
 void ModuleState::enter_iteration() {
   context->recover_if_interrupted();
+  if (context->diagnose_due && !context->in_backward()) [[unlikely]] diagnose_first_step(*context);
   context->iteration_root = this;
   if (!context->in_backward()) context->begin_in_place(/*only_changed=*/false);
   if (const auto event = std::move(context->post_optim_event)) {
@@ -235,6 +237,7 @@ void ModuleState::pre_forward(const torch::nn::Module& module, const TensorPoint
     enter_iteration();
   }
   ++depth_;
+  ran_forward_ = true;
   const bool begins_pass = !in_pass_;
   in_pass_ = true;
   if (check_writes_) {

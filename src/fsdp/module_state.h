@@ -50,6 +50,7 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   void set_reshard_after_forward(bool reshard) {
     reshard_after_forward_ = reshard;
     reshard_is_default_ = false;
+    asked_reshard = reshard;
   }
   void set_default_reshard() { reshard_is_default_ = true; }
   /// Look at the tensors that to_empty() made again, at the next forward.
@@ -61,6 +62,12 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   std::vector<size_t> forward_positions;  // in the context's forward order; the last is used first in backward
   BufferCast buffer_cast;
   c10::Device device = at::kCPU;
+
+  // For diagnose().
+  const MixedPrecisionPolicy& policy() const { return policy_; }
+  bool ran_forward() const { return ran_forward_; }
+  bool reshards_after_forward() const { return reshard_after_forward_; }
+  ReshardAfterForward asked_reshard;  // as the user wrote it last
 
  private:
   void become_root(const torch::nn::Module& module);
@@ -84,7 +91,8 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   bool is_root_ = false;
   bool in_tree_ = false;  // a root was found, this one or one above
   bool check_writes_ = true;
-  int depth_ = 0;  // entries of forward that are running
+  bool ran_forward_ = false;  // through the hooks, ever
+  int depth_ = 0;             // entries of forward that are running
   // Of a list: members that ran in the forward under way; it is over when all did.
   std::unordered_set<const torch::nn::Module*> ran_;
   bool in_pass_ = false;

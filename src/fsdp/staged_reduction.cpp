@@ -207,6 +207,7 @@ void StagedReduction::add_up(std::byte* out, const std::vector<std::pair<int, co
 bool StagedReduction::ranks_agree() {
   uint64_t chunks = 0;
   bool agree = true;
+  dtypes_.clear();
   for (int rank = 0; rank < ring_->ranks_; ++rank) {
     const StagingRing::Header& header = ring_->header(rank, first_);
     chunks = std::max(chunks, header.chunks);

@@ -13,6 +13,7 @@
 #include <fsdp2/error.h>
 #include <fsdp2/log.h>
 
+#include "diagnose/first_step.h"
 #include "fsdp/debug_level.h"
 #include "fsdp/module_state.h"
 #include "fsdp/param_group.h"
@@ -122,6 +123,7 @@ void TrainingContext::enter_backward() {
     return;
   }
   graph_task_ = current;
+  reduced_any_ = false;
   warn_of_second_root(current);
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(weak_from_this())] { end->run(); });
@@ -163,6 +165,10 @@ void TrainingContext::finish_backward() {
   if (is_last_backward) {
     clear_forward_order();
   }
+  if (!first_step_over_ && reduced_any_) [[unlikely]] {
+    first_step_over_ = true;
+    note_first_step(shared_from_this());
+  }
   graph_task_ = -1;  // last: a backward that threw is cleared up by the next forward
 }
 
@@ -170,6 +176,7 @@ void TrainingContext::reduce(const std::shared_ptr<ParamGroup>& group,
                              std::vector<std::pair<size_t, at::Tensor>> gradients, bool all_reduce) {
   std::vector<size_t> indices;
   for (const auto& [index, gradient] : gradients) indices.push_back(index);
+  reduced_any_ = true;
   const bool compared = reductions->start(group, std::move(gradients), all_reduce, max_input_buffers);
   if (!compared) reduced_.emplace_back(group, std::move(indices));
 }

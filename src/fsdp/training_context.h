@@ -29,6 +29,7 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   size_t max_input_buffers = 1;                  // the largest that a group of the tree asks for
   std::shared_ptr<c10::Event> post_optim_event;  // for the next forward of the root
   std::shared_ptr<ReductionQueue> reductions;
+  bool diagnose_due = false;  // FSDP2_DIAGNOSE=1: at the next forward of the root
 
   /// Called by every hook in backward; the first one of a backward queues finish_backward for its end.
   void enter_backward();
@@ -72,7 +73,9 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   void warn_of_second_root(int graph_task) const;
 
   std::string label_;
-  int graph_task_ = -1;  // autograd's number of the backward under way
+  int graph_task_ = -1;       // autograd\'s number of the backward under way
+  bool reduced_any_ = false;  // in this backward
+  bool first_step_over_ = false;
   std::vector<std::weak_ptr<ModuleState>> forward_order_;
   // Of this backward. Weak: groups hold this object.
   std::vector<std::pair<std::weak_ptr<ParamGroup>, std::vector<size_t>>> reduced_;

@@ -247,7 +247,10 @@ void init_process_group(const ProcessGroupOptions& options) {
   struct sigaction present {};
   if (::sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL) ::signal(SIGPIPE, SIG_IGN);
   detail::world_slot() = std::move(fresh);
-  static const int registered = std::atexit(destroy_process_group);
+  static const int registered = std::atexit([] {
+    if (world() != nullptr) world()->exiting = true;
+    destroy_process_group();
+  });
   (void)registered;
 }
 

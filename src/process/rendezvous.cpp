@@ -45,6 +45,13 @@ std::optional<int> int_from(std::initializer_list<const char*> names) {
   return std::nullopt;
 }
 
+bool diagnose_from_environment() {
+  const std::string text = environment("FSDP2_DIAGNOSE").value_or("0");
+  FSDP2_CHECK(text == "0" || text == "1", kInvalidArgument, "[diagnose] FSDP2_DIAGNOSE is \"", text,
+              "\"; expected 1, which prints what diagnose() finds after the first step, or 0");
+  return text == "1";
+}
+
 struct Address {
   std::string host;
   uint16_t port = 0;
@@ -130,6 +137,7 @@ void check_in(c10d::Store& store, World& world) {
     refuse(store, c10::str("two processes claim rank ", world.rank, " of ", size_text,
                            "; every process needs a RANK of its own"));
   }
+  if (world.rank == 0 && world.diagnose) store.set("diagnose", "1");  // its table is wanted: all take part
   const std::string host_key = "host/" + shm::host_identity();
   store.add(host_key, 1);
   store.set(rank_key(world.rank), size_text);
@@ -146,12 +154,14 @@ void check_in(c10d::Store& store, World& world) {
   const std::string verdict = store.get_to_str("verdict");
   FSDP2_CHECK(verdict == "start", kInvalidArgument, "[process_group] the job was ", verdict);
   world.single_host = store.add(host_key, 0) == world.world_size;
+  world.diagnose = store.check({"diagnose"});
 }
 
 }  // namespace
 
 void rendezvous(const ProcessGroupOptions& options, World& world) {
   world.timeout = options.timeout;
+  world.diagnose = diagnose_from_environment();
   FSDP2_CHECK(options.timeout.count() > 0, kInvalidArgument, "[process_group] timeout is ", options.timeout.count(),
               " ms; it must be positive");
   const auto rank =

@@ -15,6 +15,8 @@ namespace fsdp2::detail {
 struct World {
   int rank = 0, world_size = 1, local_rank = 0;
   bool single_host = false;
+  bool diagnose = false;  // FSDP2_DIAGNOSE=1 on rank 0: the same on all ranks
+  bool exiting = false;   // the process ends without destroy_process_group()
   std::chrono::milliseconds timeout{};
   std::string backend;                    // resolved, e.g. "cpu:gloo"
   c10::intrusive_ptr<c10d::Store> store;  // already prefixed for this job

@@ -6,12 +6,14 @@
 
 #include <fsdp2/error.h>
 
+#include "diagnose/refusals.h"
 #include "tensor/autograd.h"
 
 namespace fsdp2::detail {
 
 void throw_mixed(const c10::OperatorHandle& op, const DTensorSpec& spec, at::IntArrayRef plain) {
   const bool whole = plain == c10::IntArrayRef(spec.sizes);
+  if (!whole) note_refused_operator(operator_text(op), spec);  // else an optimizer's
   FSDP2_THROW(kUsage, "[dtensor] ", operator_text(op), " mixes ", describe(spec), " with a plain tensor of shape ",
               plain, ". ", kCallRule,
               whole ? "If it came from an optimizer, either the parameter is whole at the moment (a forward or "
@@ -22,6 +24,7 @@ void throw_mixed(const c10::OperatorHandle& op, const DTensorSpec& spec, at::Int
 }
 
 void throw_records_grad(const c10::OperatorHandle& op, const DTensorSpec& spec) {
+  note_refused_operator(operator_text(op), spec);
   FSDP2_THROW(kUsage, "[dtensor] ", operator_text(op), " on ", describe(spec),
               ", which requires grad, with grad mode on: its gradient would be lost. ", kCallRule,
               "Else use to_local(), full_tensor() or redistribute(), which are differentiable, or detach(), or "

@@ -10,6 +10,7 @@
 #include <fsdp2/version.h>
 
 #include "checkpoint/command.h"
+#include "doctor/command.h"
 #include "run.h"
 #include "run_options.h"
 
@@ -24,13 +25,17 @@ int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape): setting
   });
   fsdp2::tool::RunCommandLine run(program);
   fsdp2::tool::CheckpointCommand checkpoint(program);
+  fsdp2::tool::DoctorCommand doctor(program);
   try {
-    if (argc > 1 && argv[1][0] != '-' && std::string(argv[1]) != "run" && std::string(argv[1]) != "checkpoint") {
-      FSDP2_THROW(kInvalidArgument, "unknown subcommand ", argv[1], "; there are: run, checkpoint. See fsdp2 --help");
+    const std::string first = argc > 1 ? argv[1] : "";
+    if (!first.empty() && first[0] != '-' && first != "run" && first != "checkpoint" && first != "doctor") {
+      FSDP2_THROW(kInvalidArgument, "unknown subcommand ", first,
+                  "; there are: run, checkpoint, doctor. See fsdp2 --help");
     }
-    if (argc > 2 && std::string(argv[1]) == "checkpoint" && argv[2][0] != '-') checkpoint.check_name(argv[2]);
+    if (argc > 2 && first == "checkpoint" && argv[2][0] != '-') checkpoint.check_name(argv[2]);
     program.parse(argc, argv);
     if (checkpoint.chosen()) return checkpoint.run();
+    if (doctor.chosen()) return doctor.run();
     return fsdp2::tool::run(run.finish(), argv);
   } catch (const CLI::ParseError& error) {
     return program.exit(error) == 0 ? 0 : 2;

@@ -13,6 +13,7 @@
 
 #include <fsdp2/error.h>
 
+#include "edit_distance.h"
 #include "signal_names.h"
 
 namespace fsdp2::tool {
@@ -178,22 +179,6 @@ std::vector<std::string> resolve_program(std::vector<std::string> words, bool as
   }
   command.insert(command.end(), words.begin(), words.end());
   return command;
-}
-
-/// Number of single-letter edits between two names, for "did you mean".
-size_t edit_distance(const std::string& a, const std::string& b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      size_t substituted = diagonal + (a[i - 1] != b[j - 1]);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
-    }
-  }
-  return row.back();
 }
 
 /// CLI11's help, with a usage line that shows where the program goes.
