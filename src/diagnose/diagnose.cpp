@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "backend/fake.h"
 #include "diagnose/between_ranks.h"
 #include "diagnose/report.h"
 #include "diagnose/subject.h"
@@ -72,7 +73,8 @@ Diagnosis diagnose(ModuleRef model, const std::vector<torch::optim::Optimizer*>&
     own.insert(own.end(), of_checkpoints.begin(), of_checkpoints.end());
   }
   Diagnosis result;
-  result.findings = is_initialized() ? compare_ranks(subject, own) : own;
+  const bool has_others = is_initialized() && !detail::fake_backend::is_fake(default_group());
+  result.findings = has_others ? compare_ranks(subject, own) : own;
   std::erase_if(result.findings, [&](const Finding& each) {
     return std::find(options.ignore.begin(), options.ignore.end(), each.rule) != options.ignore.end();
   });

@@ -88,8 +88,6 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   std::vector<FSDPParam>& params() { return params_; }
   const DataParallelMesh& mesh() const { return mesh_; }
-  /// Parameters are kept in parts over its last axis after forward; nullopt: they are not.
-  const std::optional<DeviceMesh>& part_mesh() const { return part_mesh_; }
   bool is_unsharded() const { return state_ == DataState::kUnsharded; }
   bool unshard_pending() const { return state_ == DataState::kGathering; }
 

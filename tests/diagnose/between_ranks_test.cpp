@@ -198,6 +198,25 @@ TEST(DiagnoseBetweenRanks, OneLocalRankForAllIsANoteOnTheCpu) {
   ASSERT_TRUE(run_ranks(2, body(true), {.init_process_group = false}));
 }
 
+TEST(DiagnoseBetweenRanks, OneRankOfManyWithoutTheOthers) {
+  ASSERT_TRUE(run_ranks(1,
+                        [](int) {
+                          fsdp2::init_process_group({.backend = "fake", .rank = 3, .world_size = 1024});
+                          Net net = nullptr;
+                          {
+                            const fsdp2::MetaDeviceGuard meta;
+                            net = Net(2);
+                          }  // where it may stay, under this backend
+                          const Diagnosis found = fsdp2::diagnose(shard(net), nullptr, {.small_group_bytes = 1});
+                          EXPECT_TRUE(found.empty()) << found.to_table();
+                          Net other(3);
+                          fsdp2::fully_shard(other);
+                          EXPECT_TRUE(
+                              fsdp2::diagnose(other, nullptr, {.small_group_bytes = 1}).has("only-root-sharded"));
+                        },
+                        {.init_process_group = false}));
+}
+
 /// What `action` writes to stderr.
 template <class Action>
 std::string stderr_of(const std::string& path, Action&& action) {

@@ -202,6 +202,11 @@ inline std::vector<Fault> all() {
          torch::NoGradGuard no_grad;
          net->head->weight.copy_(torch::ones({1, 16}));
        }},
+      {"a penalty beside the loss",
+       [] {
+         auto net = sharded();
+         (net(rows()).sum() + fsdp2::DTensor(net->head->weight).full_tensor().pow(2).sum()).backward();
+       }},
       {"a penalty on a shard", [] { sharded()->head->weight.pow(2).sum(); }},
       {"a plain tensor as data",
        [] {

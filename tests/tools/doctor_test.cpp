@@ -233,7 +233,7 @@ TEST(Doctor, FindsSmallLimits) {
   const json sound = report({"--quick"});
   for (const Case& each : {Case{"ulimit -n 64;", "open-files", "may open 64 files"},
                            Case{"ulimit -u 200;", "processes", "may have 200 processes"},
-                           Case{"ulimit -v 16777216;", "virtual-memory", "limited to 16.0 GiB"},
+                           Case{"ulimit -v 68719476736;", "virtual-memory", "limited to 64.0 TiB"},
                            Case{"ulimit -f 512;", "file-size", "files are limited to"}}) {
     const json found = finding(report({"--quick"}, kSound, words_in_shell(each.limit)), each.rule);
     ASSERT_FALSE(found.is_null()) << each.rule;
