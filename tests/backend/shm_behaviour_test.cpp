@@ -200,6 +200,28 @@ TEST(ShmErrors, ALateRankIsNamed) {
       milliseconds(500)));
 }
 
+TEST(ShmErrors, ATimeoutMayBeEndless) {
+  for (const char* backend : {"shm", "gloo"}) {
+    for (const milliseconds timeout : {milliseconds::max(), milliseconds(std::chrono::hours(24 * 365 * 300))}) {
+      ASSERT_TRUE(shm_ranks(
+          2,
+          [&](int rank) {
+            Tensor x = torch::ones({4});
+            if (rank == 1) std::this_thread::sleep_for(milliseconds(200));
+            const WorkPtr work = all_reduce(fsdp2::default_group(), x);
+            if (rank == 0 && timeout == milliseconds::max()) std::this_thread::sleep_for(milliseconds(100));
+            EXPECT_TRUE(std::string(backend) == "shm" ? work->wait(timeout) : work->wait());
+            EXPECT_EQ(x[3].item<double>(), 2);
+            Tensors message{torch::full({3}, 7.0)};
+            if (rank == 1) std::this_thread::sleep_for(milliseconds(200));
+            (rank == 0 ? fsdp2::default_group()->recv(message, 1, 0) : fsdp2::default_group()->send(message, 0, 0))
+                ->wait();
+          },
+          timeout, backend));
+    }
+  }
+}
+
 TEST(ShmErrors, ARankThatIsKilledIsNoticedAtOnce) {
   const TempDir folder;
   ASSERT_FALSE(shm_ranks(3, [&](int rank) {
