@@ -374,7 +374,6 @@ TEST(ShmChoice, WhereTheSystemRefusesTheDefaultIsGloo) {
                             warnings += text.find("ulimit -f") != std::string::npos;
                           });
                           if (rank == 0) {
-                            ::signal(SIGXFSZ, SIG_IGN);
                             const rlimit limit{1 << 20, 1 << 20};
                             ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
                           }
