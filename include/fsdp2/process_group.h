@@ -28,7 +28,8 @@ struct ProcessGroupOptions {
   std::string backend = "";
   /// "env://" (MASTER_ADDR, MASTER_PORT), "tcp://host:port" (rank 0 listens there), "file:///path".
   std::string init_method = "env://";
-  /// A collective, or the rendezvous, that waits longer fails with kTimeout naming rank and operation.
+  /// A collective, or the rendezvous, that waits longer fails with kTimeout naming rank and operation. More than
+  /// 24 days count as 24 days.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   /// Default: RANK, WORLD_SIZE, LOCAL_RANK, else OMPI_COMM_WORLD_*, PMI_*, SLURM_*.
   std::optional<int> rank = {}, world_size = {}, local_rank = {};

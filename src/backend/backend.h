@@ -5,11 +5,19 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <chrono>
+#include <limits>
 #include <string>
 #include <vector>
 
 namespace fsdp2::detail {
+
+/// What counts as no limit: 24 days, the longest that poll() takes. Of milliseconds::max() a deadline in nanoseconds
+/// would lie in the past.
+inline std::chrono::milliseconds bounded_timeout(std::chrono::milliseconds timeout) {
+  return std::min(timeout, std::chrono::milliseconds(std::numeric_limits<int>::max()));
+}
 
 struct BackendRequest {
   c10::intrusive_ptr<c10d::Store> store;

@@ -53,6 +53,28 @@ class DoneWork final : public c10d::Work {
   }
 };
 
+void check_count(size_t count, size_t expected, const char* what) {
+  FSDP2_CHECK(count == expected, kInvalidArgument, "[fake] ", what, " got ", count, " tensors or lists; expected ",
+              expected);
+}
+
+/// The rows of each rank: `sizes` rows of dim 0 each, or equal shares where it is empty.
+Tensors split_rows(const at::Tensor& tensor, const std::vector<int64_t>& sizes, int ranks) {
+  FSDP2_CHECK(tensor.dim() > 0, kInvalidArgument, "[fake] all_to_all got a tensor without dims; expected rows");
+  const int64_t rows = tensor.size(0);
+  int64_t total = 0;
+  for (const int64_t size : sizes) {
+    FSDP2_CHECK(size >= 0, kInvalidArgument, "[fake] all_to_all got a split size of ", size);
+    total += size;
+  }
+  if (!sizes.empty()) check_count(sizes.size(), static_cast<size_t>(ranks), "all_to_all (split sizes)");
+  FSDP2_CHECK(sizes.empty() ? rows % ranks == 0 : total == rows, kInvalidArgument, "[fake] all_to_all got ", rows,
+              " rows for ", ranks, " ranks and split sizes ", sizes,
+              "; the sizes must add up to the rows, or the rows divide evenly where none are given");
+  return sizes.empty() ? tensor.split_with_sizes(std::vector<int64_t>(static_cast<size_t>(ranks), rows / ranks))
+                       : tensor.split_with_sizes(sizes);
+}
+
 int64_t bytes_of(const Tensors& tensors) {
   int64_t bytes = 0;
   for (const at::Tensor& tensor : tensors) bytes += static_cast<int64_t>(tensor.nbytes());
@@ -92,8 +114,10 @@ class FakeBackend final : public c10d::Backend {
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    check_count(outputs.size(), inputs.size(), "all_gather");
     int64_t bytes = 0;
     for (size_t i = 0; i < inputs.size(); ++i) {
+      check_count(outputs[i].size(), static_cast<size_t>(size_), "all_gather");
       for (at::Tensor& slot : outputs[i]) slot.copy_(inputs[i]);
       bytes += bytes_of(outputs[i]);
     }
@@ -101,8 +125,10 @@ class FakeBackend final : public c10d::Backend {
   }
 
   WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    check_count(outputs.size(), static_cast<size_t>(size_), "all_gather_coalesced");
     int64_t bytes = 0;
     for (Tensors& of_rank : outputs) {
+      check_count(of_rank.size(), inputs.size(), "all_gather_coalesced");
       for (size_t i = 0; i < inputs.size(); ++i) of_rank[i].copy_(inputs[i]);
       bytes += bytes_of(of_rank);
     }
@@ -115,13 +141,16 @@ class FakeBackend final : public c10d::Backend {
   }
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    check_count(outputs.size(), inputs.size(), "all_gather_into_tensor_coalesced");
     for (size_t i = 0; i < inputs.size(); ++i) gather_into(outputs[i], inputs[i]);
     return count(Op::kAllGather, bytes_of(outputs));
   }
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     if (options.rootRank == rank_) {
+      check_count(outputs.size(), inputs.size(), "gather (output lists)");
       for (size_t i = 0; i < inputs.size(); ++i) {
+        check_count(outputs[i].size(), static_cast<size_t>(size_), "gather");
         for (at::Tensor& slot : outputs[i]) slot.copy_(inputs[i]);
       }
     }
@@ -129,8 +158,10 @@ class FakeBackend final : public c10d::Backend {
   }
 
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    if (options.rootRank == rank_) check_count(inputs.size(), outputs.size(), "scatter (input lists)");
     for (size_t i = 0; i < outputs.size(); ++i) {
       if (options.rootRank == rank_) {
+        check_count(inputs[i].size(), static_cast<size_t>(size_), "scatter");
         outputs[i].copy_(inputs[i][static_cast<size_t>(rank_)]);
       } else {
         outputs[i].zero_();
@@ -141,8 +172,10 @@ class FakeBackend final : public c10d::Backend {
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ReduceScatterOptions& options) override {
+    check_count(inputs.size(), outputs.size(), "reduce_scatter");
     int64_t bytes = 0;
     for (size_t i = 0; i < outputs.size(); ++i) {
+      check_count(inputs[i].size(), static_cast<size_t>(size_), "reduce_scatter");
       outputs[i].copy_(inputs[i][static_cast<size_t>(rank_)]);
       reduce_equal(outputs[i], options.reduceOp);
       bytes += bytes_of(inputs[i]);
@@ -158,21 +191,21 @@ class FakeBackend final : public c10d::Backend {
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
+    check_count(outputs.size(), inputs.size(), "reduce_scatter_tensor_coalesced");
     for (size_t i = 0; i < inputs.size(); ++i) scatter_into(outputs[i], inputs[i], options.reduceOp);
     return count(Op::kReduceScatter, bytes_of(inputs));
   }
 
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
-    const auto pieces = [&](const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
-      return sizes.empty() ? tensor.chunk(size_) : tensor.split_with_sizes(sizes);
-    };
-    const at::Tensor own = pieces(input, input_sizes)[static_cast<size_t>(rank_)];
-    for (at::Tensor& slot : pieces(output, output_sizes)) put(slot, own);
+    const at::Tensor own = split_rows(input, input_sizes, size_)[static_cast<size_t>(rank_)];
+    for (at::Tensor& slot : split_rows(output, output_sizes, size_)) put(slot, own);
     return count(Op::kAllToAll, static_cast<int64_t>(std::max(input.nbytes(), output.nbytes())));
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
+    check_count(inputs.size(), static_cast<size_t>(size_), "all_to_all");
+    check_count(outputs.size(), static_cast<size_t>(size_), "all_to_all");
     for (at::Tensor& slot : outputs) put(slot, inputs[static_cast<size_t>(rank_)]);
     return count(Op::kAllToAll, std::max(bytes_of(inputs), bytes_of(outputs)));
   }

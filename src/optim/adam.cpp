@@ -20,17 +20,14 @@ Tensor adam_step(const char* name, torch::optim::Optimizer& optimizer,
     loss = closure();
   }
   auto& groups = optimizer.param_groups();
-  auto& states = optimizer.state();
-  detail::FusedBatches batches;
+  detail::FusedBatches batches(optimizer.state());
   for (size_t group = 0; group < groups.size(); ++group) {
     const auto& params = groups[group].params();
     const bool amsgrad = static_cast<const Options&>(groups[group].options()).amsgrad();
     for (size_t position = 0; position < params.size(); ++position) {
       if (!params[position].grad().defined()) continue;
       const auto update = detail::read_update(name, group, position, params[position]);
-      auto& slot = states[update.param.unsafeGetTensorImpl()];
-      if (slot == nullptr) slot = std::make_unique<State>();
-      auto& state = static_cast<State&>(*slot);
+      auto& state = batches.state_of<State>(update);
       std::array<const Tensor*, 3> parts{&batches.state_part(update, state.exp_avg(), "exp_avg"),
                                          &batches.state_part(update, state.exp_avg_sq(), "exp_avg_sq"), nullptr};
       if (amsgrad) parts[2] = &batches.state_part(update, state.max_exp_avg_sq(), "max_exp_avg_sq");

@@ -139,6 +139,8 @@ FusedBatches::~FusedBatches() {
   if (taken_) return;
   for (int64_t* step : counted_) --*step;
   for (Tensor* state : made_) *state = Tensor();
+  // An entry without tensors would be saved, and stock optimizers that load it cannot step.
+  for (void* key : keys_made_) states_.erase(key);
 }
 
 const Tensor& FusedBatches::state_part(const ParamUpdate& update, Tensor& state, const char* name) {

@@ -5,8 +5,11 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
+#include <torch/optim/optimizer.h>
+
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -49,10 +52,23 @@ struct FusedBatch {
 /// The batches of one step(). Unless they are run, the optimizer's state is as it was.
 class FusedBatches {
  public:
-  FusedBatches() = default;
+  using States = std::decay_t<decltype(std::declval<torch::optim::Optimizer&>().state())>;
+
+  explicit FusedBatches(States& states) : states_(states) {}
   FusedBatches(const FusedBatches&) = delete;
   ~FusedBatches();
 
+  /// The parameter's state, made where there is none.
+  template <class State>
+  State& state_of(const ParamUpdate& update) {
+    void* const key = update.param.unsafeGetTensorImpl();
+    auto& slot = states_[key];
+    if (slot == nullptr) {
+      keys_made_.push_back(key);
+      slot = std::make_unique<State>();
+    }
+    return static_cast<State&>(*slot);
+  }
   /// The plain part of state called `name`; made with zeros where there is none. Throws unless it fits the parameter.
   const Tensor& state_part(const ParamUpdate& update, Tensor& state, const char* name);
   /// `step` with this one counted.
@@ -78,6 +94,8 @@ class FusedBatches {
   std::vector<FusedBatch> batches_;
   std::vector<int64_t*> counted_;
   std::vector<Tensor*> made_;
+  States& states_;
+  std::vector<void*> keys_made_;
   bool taken_ = false;
 };
 

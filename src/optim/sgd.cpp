@@ -35,7 +35,7 @@ Tensor SGD::step(LossClosure closure) {
     const at::AutoGradMode grad(true);
     loss = closure();
   }
-  detail::FusedBatches batches;
+  detail::FusedBatches batches(state_);
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     const auto& params = param_groups_[group].params();
     const bool momentum = static_cast<const SGDOptions&>(param_groups_[group].options()).momentum() != 0;
@@ -46,9 +46,7 @@ Tensor SGD::step(LossClosure closure) {
         batches.add(update, kLater, {});
         continue;
       }
-      auto& slot = state_[update.param.unsafeGetTensorImpl()];
-      if (slot == nullptr) slot = std::make_unique<SGDParamState>();
-      Tensor& buffer = static_cast<SGDParamState&>(*slot).momentum_buffer();
+      Tensor& buffer = batches.state_of<SGDParamState>(update).momentum_buffer();
       const int64_t step = buffer.defined() ? kLater : kFirst;
       const Tensor* part = &batches.state_part(update, buffer, "momentum_buffer");
       batches.add(update, step, part);

@@ -59,7 +59,8 @@ class Blocks {
   /// Null where the system does not lend the addresses.
   static Blocks* instance() {
     static Blocks* const blocks = [] {
-      void* range = ::mmap(nullptr, kRange, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      // With room to begin at a huge page: not every kernel gives addresses that do.
+      void* range = ::mmap(nullptr, kRange + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       void* sizes = ::mmap(nullptr, kRange / kUnit * sizeof(size_t), PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       return range == MAP_FAILED || sizes == MAP_FAILED ? nullptr : new Blocks(range, sizes);
@@ -125,7 +126,9 @@ class Blocks {
   };
 
   Blocks(void* range, void* sizes)
-      : begin_(reinterpret_cast<uintptr_t>(range)), end_(begin_), sizes_(static_cast<size_t*>(sizes)) {}
+      : begin_(round_up(reinterpret_cast<uintptr_t>(range), kHugePage)),
+        end_(begin_),
+        sizes_(static_cast<size_t*>(sizes)) {}
 
   void* coloured(void* block) const { return static_cast<std::byte*>(block) + taken_ * 7 % kColours * kColourBytes; }
 
@@ -159,8 +162,8 @@ class Blocks {
   }
 
   std::mutex mutex_;
-  uintptr_t begin_, end_;
-  size_t* sizes_;  // by first unit
+  uintptr_t begin_, end_;  // begin_ is aligned to huge pages: offsets are as aligned as addresses
+  size_t* sizes_;          // by first unit
   std::array<std::vector<Free>, kNumClasses> free_;
   std::list<Kept> kept_;  // oldest first
   size_t kept_bytes_ = 0, used_bytes_ = 0;

@@ -11,6 +11,7 @@
 
 #include <fsdp2/error.h>
 
+#include "backend/backend.h"
 #include "backend/fake.h"
 #include "backend/shm/host.h"
 #include "process/collectives.h"
@@ -160,7 +161,7 @@ void check_in(c10d::Store& store, World& world) {
 }  // namespace
 
 void rendezvous(const ProcessGroupOptions& options, World& world) {
-  world.timeout = options.timeout;
+  world.timeout = bounded_timeout(options.timeout);
   world.diagnose = diagnose_from_environment();
   FSDP2_CHECK(options.timeout.count() > 0, kInvalidArgument, "[process_group] timeout is ", options.timeout.count(),
               " ms; it must be positive");
@@ -204,7 +205,7 @@ void rendezvous(const ProcessGroupOptions& options, World& world) {
     const Address address = method == "env://" ? address_from_environment() : address_from_url(method);
     base = open_tcp_store(address, world);
   }
-  base->setTimeout(options.timeout);
+  base->setTimeout(world.timeout);
   world.store = c10::make_intrusive<c10d::PrefixStore>(c10::str("fsdp2/", generation++), base);
   try {
     check_in(*world.store, world);

@@ -109,6 +109,38 @@ TEST(FakeBackend, AnswersTheOtherOperationsOfC10d) {
   });
 }
 
+TEST(FakeBackend, ListsOfWrongLengthsAreErrors) {
+  expect_ok([] {
+    join(2, 4);
+    const auto group = default_group()->getBackend(torch::kCPU);
+    torch::Tensor two = torch::ones({2, 3}), out = torch::zeros({2, 3}), four = torch::ones({4});
+    std::vector<int64_t> even, short_list{1, 1}, uneven{1, 1, 1, 2}, negative{-1, 1, 2, 2}, good{0, 0, 0, 2};
+    const auto refused = [&](std::vector<int64_t>& receives, std::vector<int64_t>& sends, const char* text) {
+      EXPECT_FSDP2_ERROR(group->alltoall_base(out, two, receives, sends), kInvalidArgument, text);
+    };
+    refused(even, even, "2 rows for 4 ranks");
+    refused(good, short_list, "got 2 tensors or lists; expected 4");
+    refused(short_list, good, "got 2 tensors or lists; expected 4");
+    refused(good, uneven, "add up to the rows");
+    refused(negative, good, "a split size of -1");
+    group->alltoall_base(out, two, good, good)->wait();
+
+    using Tensors = std::vector<torch::Tensor>;
+    Tensors one{four}, three{four, four, four};
+    std::vector<Tensors> lists{three}, none;
+    EXPECT_FSDP2_ERROR(group->alltoall(three, three, {}), kInvalidArgument, "all_to_all");
+    EXPECT_FSDP2_ERROR(group->allgather(lists, one, {}), kInvalidArgument, "all_gather");
+    EXPECT_FSDP2_ERROR(group->allgather(none, one, {}), kInvalidArgument, "all_gather");
+    EXPECT_FSDP2_ERROR(group->allgather_coalesced(lists, one, {}), kInvalidArgument, "all_gather_coalesced");
+    EXPECT_FSDP2_ERROR(group->allgather_into_tensor_coalesced(one, three, {}), kInvalidArgument, "coalesced");
+    EXPECT_FSDP2_ERROR(group->gather(lists, one, {.rootRank = 2}), kInvalidArgument, "gather");
+    EXPECT_FSDP2_ERROR(group->scatter(one, lists, {.rootRank = 2}), kInvalidArgument, "scatter");
+    EXPECT_FSDP2_ERROR(group->scatter(one, none, {.rootRank = 2}), kInvalidArgument, "scatter");
+    EXPECT_FSDP2_ERROR(group->reduce_scatter(one, lists, {}), kInvalidArgument, "reduce_scatter");
+    EXPECT_FSDP2_ERROR(group->reduce_scatter_tensor_coalesced(one, three, {}), kInvalidArgument, "coalesced");
+  });
+}
+
 TEST(FakeBackend, TakesRankAndSizeFromTheEnvironmentAndNeedsNoAddress) {
   expect_ok([] {
     ::setenv("RANK", "1000", 1);

@@ -83,6 +83,68 @@ TEST(ShmAsync, AFutureHoldsTheResult) {
   }));
 }
 
+TEST(ShmAsync, FuturesAreTakenInAnyOrder) {
+  ASSERT_TRUE(shm_ranks(2, [](int rank) {
+    const ProcessGroup a = fsdp2::new_group({0, 1}), b = fsdp2::new_group({0, 1});
+    Tensor x = torch::full({1000}, rank + 1.0), y = x.clone();
+    Tensors in{torch::zeros({5})}, out{torch::full({5}, rank + 0.0)};
+    auto receive = a->recv(in, 1 - rank, 0)->getFuture();  // before anything is sent
+    auto first = (rank == 0 ? all_reduce(a, x) : all_reduce(b, y))->getFuture();
+    auto second = (rank == 0 ? all_reduce(b, y) : all_reduce(a, x))->getFuture();
+    std::atomic<bool> called{false};
+    first->addCallback([&](auto& future) {  // may use the same group
+      Tensor z = torch::ones({2});
+      all_reduce(fsdp2::default_group(), z)->wait();
+      called = !future.hasError() && z[0].template item<double>() == 2;
+    });
+    second->waitAndThrow();
+    EXPECT_EQ(second->value().toTensorVector()[0][999].item<double>(), 3);
+    EXPECT_TRUE(comes_true([&] { return called.load(); }));
+    const WorkPtr send = a->send(out, 1 - rank, 0);
+    send->getFuture()->waitAndThrow();
+    receive->waitAndThrow();
+    EXPECT_EQ(in[0][4].item<double>(), 1 - rank);
+    EXPECT_TRUE(send->getFuture()->completed());  // asked again, after the end
+  }));
+}
+
+TEST(ShmAsync, AFutureOfADestroyedGroupHoldsTheError) {
+  ASSERT_TRUE(shm_ranks(2, [](int rank) {
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+      const ProcessGroup dropped = fsdp2::new_group({0, 1});
+      Tensors in{torch::zeros({5})};
+      if (rank == 0) future = dropped->recv(in, 1, 0)->getFuture();
+    }
+    if (rank == 0) EXPECT_TRUE(comes_true([&] { return future->completed() && future->hasError(); }));
+    fsdp2::barrier();
+  }));
+}
+
+TEST(ShmAsync, AWaitEndsInTimeAndTheOperationGoesOn) {
+  ASSERT_TRUE(shm_ranks(2, [](int rank) {
+    Tensor x = torch::full({10}, rank + 1.0);
+    Tensors in{torch::zeros({5})}, out{torch::full({5}, 7.0)};
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(2000));
+    const WorkPtr work = all_reduce(fsdp2::default_group(), x);
+    const WorkPtr message =
+        rank == 0 ? fsdp2::default_group()->recv(in, 1, 0) : fsdp2::default_group()->send(out, 0, 0);
+    if (rank == 0) {
+      const auto begin = std::chrono::steady_clock::now();
+      EXPECT_FSDP2_ERROR(work->wait(milliseconds(100)), kTimeout, "ended after 100 ms");
+      EXPECT_FSDP2_ERROR(message->wait(milliseconds(100)), kTimeout, "ended after 100 ms");
+      std::this_thread::sleep_for(milliseconds(200));  // long enough for the helper to come
+      EXPECT_FSDP2_ERROR(work->wait(milliseconds(100)), kTimeout, "ended after 100 ms");
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(1500));
+    }
+    work->wait();
+    message->wait();
+    EXPECT_EQ(x[9].item<double>(), 3);
+    if (rank == 0) EXPECT_EQ(in[0][4].item<double>(), 7);
+    fsdp2::barrier();  // the group works on
+  }));
+}
+
 TEST(ShmMessages, PassBothWaysInAnyOrder) {
   ASSERT_TRUE(shm_ranks(3, [](int rank) {
     const ProcessGroup group = fsdp2::default_group();
@@ -198,6 +260,28 @@ TEST(ShmErrors, ALateRankIsNamed) {
         }
       },
       milliseconds(500)));
+}
+
+TEST(ShmErrors, ATimeoutMayBeEndless) {
+  for (const char* backend : {"shm", "gloo"}) {
+    for (const milliseconds timeout : {milliseconds::max(), milliseconds(std::chrono::hours(24 * 365 * 300))}) {
+      ASSERT_TRUE(shm_ranks(
+          2,
+          [&](int rank) {
+            Tensor x = torch::ones({4});
+            if (rank == 1) std::this_thread::sleep_for(milliseconds(200));
+            const WorkPtr work = all_reduce(fsdp2::default_group(), x);
+            if (rank == 0 && timeout == milliseconds::max()) std::this_thread::sleep_for(milliseconds(100));
+            EXPECT_TRUE(std::string(backend) == "shm" ? work->wait(timeout) : work->wait());
+            EXPECT_EQ(x[3].item<double>(), 2);
+            Tensors message{torch::full({3}, 7.0)};
+            if (rank == 1) std::this_thread::sleep_for(milliseconds(200));
+            (rank == 0 ? fsdp2::default_group()->recv(message, 1, 0) : fsdp2::default_group()->send(message, 0, 0))
+                ->wait();
+          },
+          timeout, backend));
+    }
+  }
 }
 
 TEST(ShmErrors, ARankThatIsKilledIsNoticedAtOnce) {
@@ -352,7 +436,6 @@ TEST(ShmChoice, WhereTheSystemRefusesTheDefaultIsGloo) {
                             warnings += text.find("ulimit -f") != std::string::npos;
                           });
                           if (rank == 0) {
-                            ::signal(SIGXFSZ, SIG_IGN);
                             const rlimit limit{1 << 20, 1 << 20};
                             ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
                           }

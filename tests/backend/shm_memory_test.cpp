@@ -89,6 +89,11 @@ TEST(ShmSignals, ALateRankIsNamed) {
           signals->post(5);
           EXPECT_FSDP2_ERROR(signals->wait(5, "gather of layer 7"), kTimeout,
                              "gather of layer 7 timed out after 400 ms: rank 1 did not come");
+          // The next ones do not take their time too.
+          const auto begin = std::chrono::steady_clock::now();
+          EXPECT_FSDP2_ERROR(signals->wait(6, "gather of layer 8"), kPeerFailed, "cannot be used any more");
+          EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(200));
+          signals->wait(0, "what all have reached");
         } else {
           std::this_thread::sleep_for(milliseconds(1500));
         }

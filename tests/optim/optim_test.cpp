@@ -213,12 +213,7 @@ void expect_refused(const MakeOptimizer& make, const Params& params, ErrorCode c
     EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
   }
   EXPECT_TRUE(good[0].detach().equal(before));
-  for (const auto& [key, state] : optimizer->state()) {
-    if (auto* adam = dynamic_cast<AdamWParamState*>(state.get())) EXPECT_EQ(adam->step(), 0);
-    if (auto* sgd = dynamic_cast<torch::optim::SGDParamState*>(state.get())) {
-      EXPECT_FALSE(sgd->momentum_buffer().defined());
-    }
-  }
+  EXPECT_TRUE(optimizer->state().empty());
 }
 
 RANKS_TEST(Optim, WhatIsRefused, 2) {
@@ -246,6 +241,31 @@ RANKS_TEST(Optim, WhatIsRefused, 2) {
     other.mutable_grad().unsafeGetTensorImpl()->shallow_copy_from(ones.to(at::kBFloat16).getIntrusivePtr());
     expect_refused(test.ours, {other}, ErrorCode::kInvalidArgument, "BFloat16");
   }
+}
+
+TEST(Optim, ARefusedStepLeavesTheStateOfEarlierOnes) {
+  ASSERT_TRUE(run_ranks(1, [](int) {
+    for (const Case& test : cases()) {
+      Tensor stepped = param_of({4}), fresh = param_of({3}), sparse = param_of({2});
+      fresh.mutable_grad().reset();
+      sparse.mutable_grad().reset();
+      const auto optimizer = test.ours({stepped, fresh, sparse});
+      optimizer->step();
+      const size_t size = optimizer->state().size();
+      EXPECT_LE(size, 1u);
+      fresh.mutable_grad() = torch::ones({3});
+      sparse.mutable_grad() = torch::ones({2}).to_sparse();
+      EXPECT_FSDP2_ERROR(optimizer->step(), kUnsupported, "dense");
+      EXPECT_EQ(optimizer->state().size(), size) << test.name;
+      for (const auto& [key, state] : optimizer->state()) {
+        EXPECT_EQ(key, stepped.unsafeGetTensorImpl());
+        if (auto* adam = dynamic_cast<AdamWParamState*>(state.get())) EXPECT_EQ(adam->step(), 1);
+      }
+      sparse.mutable_grad().reset();
+      optimizer->step();
+      EXPECT_EQ(optimizer->state().size(), 2 * size) << test.name;
+    }
+  }));
 }
 
 RANKS_TEST(Optim, StateFromBeforeShardingAndWholeParametersAreRefused, 2) {

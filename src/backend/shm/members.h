@@ -21,8 +21,10 @@ struct alignas(128) MemberState {
   enum : uint32_t { kAbsent, kMember, kLeft, kFailed };
   std::atomic<uint32_t> state;
   std::atomic<int32_t> pid;
-  std::atomic<int32_t> step_error;  // ErrorCode of the last common step, 0 where it went well
-  std::atomic<uint64_t> argument;   // of the common step
+  std::atomic<int32_t> step_error;   // ErrorCode of the last common step, 0 where it went well
+  std::atomic<uint32_t> step_order;  // of that error among those of all ranks
+  std::atomic<uint32_t> num_errors;  // of rank 0: of all ranks
+  std::atomic<uint64_t> argument;    // of the common step
   cpu_set_t cpus;
   char failure[512];     // why it is kFailed; written before `state`
   char step_text[1024];  // written before `step_error`

@@ -21,6 +21,8 @@ void move_bytes(std::byte* to, const std::byte* from, size_t bytes) {
 
 void MessageWork::finish(std::chrono::milliseconds timeout) { queue_->finish(*this, timeout); }
 
+Queue& MessageWork::queue() { return *queue_; }
+
 std::string MessageWork::text(const Members& members) const {
   return c10::str(is_send() ? "send of " : "recv of ", bytes_, " bytes ", dtype_, is_send() ? " to " : " from ",
                   peer_ == kAnyRank ? std::string("any rank") : members.name(peer_), " with tag ", tag_);
@@ -54,6 +56,14 @@ void MessageQueue::complete(MessageWork& work, std::exception_ptr error) noexcep
   if (work.announced_) something_done();
   --num_queued_;
   work.complete(std::move(error));
+  if (work.future_wanted()) futures_to_mark_.push_back(WorkPtr::unsafe_reclaim_from_nonowning(&work));
+}
+
+MessageQueue::Locked::~Locked() {
+  std::vector<WorkPtr> works;
+  works.swap(queue_.futures_to_mark_);
+  lock_.unlock();
+  for (const WorkPtr& work : works) work->mark_future();
 }
 
 /// A message of this size for this receiver: fails the receiver where they do not fit.
@@ -171,7 +181,7 @@ void MessageQueue::move_all() {
 
 void MessageQueue::add(WorkPtr work) {
   team_->members().check_usable();
-  const std::lock_guard lock(mutex_);
+  const Locked lock(*this);
   work->announced_ = true;
   something_queued();
   ++num_queued_;
@@ -226,7 +236,8 @@ void MessageQueue::fail_all(const std::exception_ptr& error) noexcept {
 
 void MessageQueue::finish(MessageWork& work, std::chrono::milliseconds timeout) {
   Members& members = team_->members();
-  if (timeout.count() <= 0) timeout = members.timeout();
+  const bool waiters_own = timeout.count() > 0;
+  if (!waiters_own) timeout = members.timeout();
   const auto start = Clock::now();
   const bool crowded = members.crowded();
   auto next_check = start + kCheckEvery;
@@ -234,7 +245,7 @@ void MessageQueue::finish(MessageWork& work, std::chrono::milliseconds timeout) 
   for (;;) {
     const uint64_t seen = bell(rank_).value.load(std::memory_order_seq_cst);
     {
-      const std::lock_guard lock(mutex_);
+      const Locked lock(*this);
       move_all();
     }
     if (work.isCompleted()) return;
@@ -248,7 +259,10 @@ void MessageQueue::finish(MessageWork& work, std::chrono::milliseconds timeout) 
     spin_until = now + (crowded ? std::chrono::microseconds(0) : kSpin);
     if (now < next_check) continue;
     next_check = now + kCheckEvery;
-    const std::lock_guard lock(mutex_);
+    const Locked lock(*this);
+    FSDP2_CHECK(!waiters_own || work.isCompleted() || now - start < timeout, kTimeout, "[shm] a wait for ",
+                work.text(members), " ended after ", timeout.count(),
+                " ms; the operation goes on: wait() for it again");
     try {
       check_alive(work);
       FSDP2_CHECK(now - start < timeout, kTimeout, "[shm] ", work.text(members), " timed out after ", timeout.count(),
@@ -264,7 +278,7 @@ void MessageQueue::finish(MessageWork& work, std::chrono::milliseconds timeout) 
 }
 
 void MessageQueue::cancel() noexcept {
-  const std::lock_guard lock(mutex_);
+  const Locked lock(*this);
   fail_all(std::make_exception_ptr(
       Error(ErrorCode::kCancelled, "[shm] the group was destroyed before this message was through")));
 }

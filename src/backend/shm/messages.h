@@ -29,6 +29,7 @@ class MessageWork final : public ShmWork {
  private:
   friend class MessageQueue;
   void finish(std::chrono::milliseconds timeout) override;
+  Queue& queue() override;
   bool is_send() const { return opType_ == c10d::OpType::SEND; }
   std::string text(const Members& members) const;
 
@@ -60,6 +61,17 @@ class MessageQueue final : public Queue {
 
  private:
   using WorkPtr = c10::intrusive_ptr<MessageWork>;
+  /// The lock on everything. Futures of what was completed under it are marked when it is gone.
+  class Locked {
+   public:
+    explicit Locked(MessageQueue& queue) : queue_(queue), lock_(queue.mutex_) {}
+    ~Locked();
+    Locked(const Locked&) = delete;
+
+   private:
+    MessageQueue& queue_;
+    std::unique_lock<std::mutex> lock_;
+  };
   struct Head {
     uint64_t bytes;
     int32_t tag;
@@ -101,6 +113,7 @@ class MessageQueue final : public Queue {
   std::vector<Incoming> incoming_;           // by source
   std::vector<std::deque<Incoming>> aside_;  // complete, by source
   size_t num_queued_ = 0;
+  std::vector<WorkPtr> futures_to_mark_;
 };
 
 }  // namespace fsdp2::detail::shm

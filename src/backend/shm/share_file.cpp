@@ -5,9 +5,11 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 
 #include <fsdp2/error.h>
 
@@ -31,6 +33,29 @@ Address abstract_address(const std::string& name) {
 }
 
 const sockaddr* as_sockaddr(const Address& address) { return reinterpret_cast<const sockaddr*>(&address.name); }
+
+/// What `call` gives when no signal handler interrupts it.
+template <class Call>
+auto uninterrupted(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
+/// Whether there is something to read from `fd` within the time. Handlers of signals cut poll() short, whatever they
+/// were installed with.
+bool becomes_readable(int fd, std::chrono::milliseconds time) {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + time;
+  pollfd waiting{fd, POLLIN, 0};
+  for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    const int ready =
+        ::poll(&waiting, 1, static_cast<int>(std::clamp<int64_t>(left, 0, std::numeric_limits<int>::max())));
+    if (ready > 0) return true;
+    if ((ready < 0 && errno != EINTR) || Clock::now() >= deadline) return false;
+  }
+}
 
 /// Both ends look: the names are secret, but not their use by other users of the host.
 bool is_same_user(int fd) {
@@ -65,8 +90,7 @@ FileServer::FileServer(const std::string& name) : listener_(::socket(AF_UNIX, SO
 }
 
 bool FileServer::serve(const File& file, std::chrono::milliseconds time) {
-  pollfd waiting{listener_.fd(), POLLIN, 0};
-  if (::poll(&waiting, 1, static_cast<int>(time.count())) <= 0) return false;
+  if (!becomes_readable(listener_.fd(), time)) return false;
   const File peer(::accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
   FSDP2_CHECK(peer.is_open() || errno == ECONNABORTED || errno == EINTR, kIo,
               "[shm] accepting a rank that wants to map shared memory: ", std::strerror(errno), "; see ulimit -n");
@@ -78,22 +102,22 @@ bool FileServer::serve(const File& file, std::chrono::milliseconds time) {
   header->cmsg_len = CMSG_LEN(sizeof(int));
   const int fd = file.fd();
   std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-  return ::sendmsg(peer.fd(), &sent.message, MSG_NOSIGNAL) == 1;
+  return uninterrupted([&] { return ::sendmsg(peer.fd(), &sent.message, MSG_NOSIGNAL); }) == 1;
 }
 
 File ask_for_file(const std::string& name, std::chrono::milliseconds timeout) {
   const Address address = abstract_address(name);
   const File socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  FSDP2_CHECK(socket.is_open() && ::connect(socket.fd(), as_sockaddr(address), address.bytes) == 0, kIo,
+  FSDP2_CHECK(socket.is_open(), kIo, "[shm] asking for shared memory: ", std::strerror(errno), "; see ulimit -n");
+  FSDP2_CHECK(uninterrupted([&] { return ::connect(socket.fd(), as_sockaddr(address), address.bytes); }) == 0, kIo,
               "[shm] cannot reach the rank that made the shared memory: ", std::strerror(errno),
               "; all ranks must run in one network namespace: use backend \"cpu:gloo\" where they do not");
   FSDP2_CHECK(is_same_user(socket.fd()), kIo, "[shm] the rank that made the shared memory runs as another user; all ",
               "ranks must run as one user");
-  pollfd waiting{socket.fd(), POLLIN, 0};
-  FSDP2_CHECK(::poll(&waiting, 1, static_cast<int>(timeout.count())) == 1, kTimeout,
+  FSDP2_CHECK(becomes_readable(socket.fd(), timeout), kTimeout,
               "[shm] no answer from the rank that made the shared memory within ", timeout.count(), " ms");
   FileMessage answer;
-  const bool received = ::recvmsg(socket.fd(), &answer.message, MSG_CMSG_CLOEXEC) == 1;
+  const bool received = uninterrupted([&] { return ::recvmsg(socket.fd(), &answer.message, MSG_CMSG_CLOEXEC); }) == 1;
   const cmsghdr* const header = received ? CMSG_FIRSTHDR(&answer.message) : nullptr;
   FSDP2_CHECK(header != nullptr && header->cmsg_type == SCM_RIGHTS, kIo,
               "[shm] did not get the shared memory from the rank that made it; it has failed, or this process may "

@@ -1,6 +1,7 @@
 #include "backend/shm/shared_memory.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -85,11 +86,17 @@ File make_memory_file(size_t bytes, size_t expected_bytes, const char* what) {
   FSDP2_CHECK(expected_bytes <= limit.free_bytes, kIo, "[shm] ", what, " needs ", expected_bytes,
               " bytes of shared memory; ", limit.name, " leaves ", limit.free_bytes,
               ": raise the limit, use fewer ranks or a smaller model on this host, or use backend \"cpu:gloo\"");
+  // A file that grows beyond this limit ends the program by SIGXFSZ instead of failing.
+  rlimit largest_file{};
+  FSDP2_CHECK(::getrlimit(RLIMIT_FSIZE, &largest_file) != 0 || largest_file.rlim_cur == RLIM_INFINITY ||
+                  bytes <= largest_file.rlim_cur,
+              kIo, "[shm] ", what, " needs ", bytes, " bytes of shared memory, files of this process may have ",
+              largest_file.rlim_cur, ": see ulimit -f");
   File file(::memfd_create("fsdp2", MFD_CLOEXEC));
   FSDP2_CHECK(file.is_open(), kIo, "[shm] making memory for ", what, " failed: memfd_create: ", std::strerror(errno),
               "; shared memory needs it: use backend \"cpu:gloo\"");
   FSDP2_CHECK(::ftruncate(file.fd(), static_cast<off_t>(bytes)) == 0, kIo, "[shm] ", what, " needs ", bytes,
-              " bytes of shared memory: ftruncate: ", std::strerror(errno), "; see ulimit -f");
+              " bytes of shared memory: ftruncate: ", std::strerror(errno));
   return file;
 }
 

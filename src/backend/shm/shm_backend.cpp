@@ -104,7 +104,9 @@ std::shared_ptr<SharedMemory> ShmBackend::make_memory(size_t bytes, const char* 
 
 std::shared_ptr<Signals> ShmBackend::make_signals() { return team_->make_signals(); }
 
-void ShmBackend::setTimeout(std::chrono::milliseconds timeout) { team_->members().set_timeout(timeout); }
+void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
+  team_->members().set_timeout(bounded_timeout(timeout));
+}
 
 uint64_t ShmBackend::getSequenceNumberForGroup() { return collectives_->calls(); }
 
@@ -123,7 +125,7 @@ c10::intrusive_ptr<c10d::Work> ShmBackend::submit(OpType type, std::vector<Colle
                                                   Tensors outputs, const CallOptions& options) {
   team_->members().check_usable();
   if (options.timeout.count() > 0) {
-    for (Collective& collective : collectives) collective.timeout = options.timeout;
+    for (Collective& collective : collectives) collective.timeout = bounded_timeout(options.timeout);
   }
   auto work = c10::make_intrusive<CollectiveWork>(getRank(), type, std::move(outputs), std::move(inputs),
                                                   std::move(collectives), collectives_);

@@ -67,6 +67,8 @@ void Signals::wait(uint64_t value, const Waiting& waiting) {
 }
 
 void Signals::wait_longer(int begin, int end, uint64_t value, const Waiting& waiting) {
+  // Once one wait has failed, the next ones must not take their time too.
+  members_->check_usable();
   // Ranks below `begin` are there.
   const auto advance = [&] {
     while (begin < end && reached_by(begin, value)) ++begin;

@@ -64,7 +64,8 @@ class Signals {
   uint64_t value_of(int rank) const noexcept { return lines_[rank].value.load(std::memory_order_acquire); }
 
   /// Until every rank has reached `value`. Spins, then sleeps. kTimeout names the missing ranks, kPeerFailed comes as
-  /// soon as the process of a missing rank is gone; either makes the group unusable, on the other ranks too.
+  /// soon as the process of a missing rank is gone; either makes the group unusable, on the other ranks too:
+  /// later waits that are not over already fail at once.
   void wait(uint64_t value, const char* what) { wait(value, Waiting{what}); }
   void wait(uint64_t value, const Waiting& waiting);
   void wait_for(int rank, uint64_t value, const Waiting& waiting) {

@@ -32,15 +32,20 @@ void Team::together(const char* what, const std::function<void()>& step) {
     step();
   } catch (const Error& error) {
     std::strncpy(mine.step_text, error.what_without_backtrace(), sizeof(mine.step_text) - 1);
+    mine.step_order.store(members_->state(0).num_errors.fetch_add(1));
     mine.step_error.store(static_cast<int32_t>(error.code()));
   }
   step_barrier(what);
+  // The first error: the others may have come of it.
   int32_t code = 0;
+  uint32_t order = 0;
   std::string text;
-  for (int rank = 0; rank < members_->size() && code == 0; ++rank) {
+  for (int rank = 0; rank < members_->size(); ++rank) {
     const MemberState& state = members_->state(rank);
+    if (state.step_error.load() == 0 || (code != 0 && state.step_order.load() > order)) continue;
     code = state.step_error.load();
-    if (code != 0) text = state.step_text;
+    order = state.step_order.load();
+    text = state.step_text;
   }
   step_barrier(what);  // nobody changes what another rank still reads
   if (code != 0) throw Error(static_cast<ErrorCode>(code), text);
@@ -74,8 +79,10 @@ std::shared_ptr<SharedMemory> Team::make_memory(size_t bytes, const char* what) 
       return false;
     };
     if (rank == 0) {
+      // Closed when this step ends, however it does: nobody who asks later waits for an answer.
+      const std::unique_ptr<FileServer> serving = std::move(server);
       for (int served = 0; served + 1 < size;) {
-        if (server->serve(file, milliseconds(20))) {
+        if (serving->serve(file, milliseconds(20))) {
           ++served;
         } else if (failed()) {
           break;

@@ -7,6 +7,8 @@
 
 #include <fsdp2/error.h>
 
+#include "backend/backend.h"
+
 namespace fsdp2::detail::shm {
 
 // The one thread of the process that looks after queues, see Note [Who carries operations out]. It lives as long as the
@@ -70,11 +72,7 @@ class Helper {
       const uint64_t num_done = queue->num_done_.load();
       const bool moved = num_done != queue->num_done_seen_;
       queue->num_done_seen_ = num_done;
-      if (moved || !queue->stands_still() || queue->being_helped_.exchange(true)) continue;
-      std::thread([queue = std::move(queue)] {
-        queue->catch_up();
-        queue->being_helped_.store(false);
-      }).detach();
+      if (!moved && queue->stands_still()) queue->catch_up_elsewhere();
     }
     queues.clear();
     lock.lock();
@@ -101,24 +99,57 @@ void Queue::something_done() noexcept {
   Helper::get().done();
 }
 
+void Queue::catch_up_elsewhere() {
+  if (being_helped_.exchange(true)) return;
+  std::thread([queue = shared_from_this()] {
+    queue->catch_up();
+    queue->being_helped_.store(false);
+  }).detach();
+}
+
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
-  if (!isCompleted()) finish(timeout);
+  if (!isCompleted()) finish(bounded_timeout(timeout));
   if (error_ != nullptr) std::rethrow_exception(error_);
   return true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
-  if (!isCompleted()) finish(std::chrono::milliseconds(0));
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(future_mutex_);
+    if (!future_.defined()) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    }
+    future = future_;
+  }
+  // Either this sees that the work is done, or who completes it sees that the future is wanted.
+  future_wanted_.store(true);
+  if (done_.load()) {
+    mark_future();
+  } else {
+    queue().catch_up_elsewhere();
+  }
+  return future;
+}
+
+void ShmWork::mark_future() noexcept {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(future_mutex_);
+    if (future_marked_) return;
+    future_marked_ = true;
+    future = future_;
+  }
   if (error_ != nullptr) {
     future->setError(error_);
   } else {
     future->markCompleted(c10::IValue(outputs_));
   }
-  return future;
 }
 
 void CollectiveWork::finish(std::chrono::milliseconds timeout) { queue_->finish(*this, timeout); }
+
+Queue& CollectiveWork::queue() { return *queue_; }
 
 void CollectiveQueue::add(c10::intrusive_ptr<CollectiveWork> work, bool waited_for_at_once) {
   CollectiveWork* const added = work.get();
@@ -140,16 +171,13 @@ c10::intrusive_ptr<CollectiveWork> CollectiveQueue::pop() {
   return work;
 }
 
-void CollectiveQueue::run_first(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout) {
+void CollectiveQueue::run_first(std::unique_lock<std::mutex>& lock) {
   running_ = true;
   const c10::intrusive_ptr<CollectiveWork> work = pop();
   lock.unlock();
   std::exception_ptr error;
   try {
-    for (Collective& collective : work->collectives_) {
-      if (timeout.count() > 0) collective.timeout = timeout;
-      engine_.run(collective);
-    }
+    for (const Collective& collective : work->collectives_) engine_.run(collective);
   } catch (...) {
     error = std::current_exception();
   }
@@ -157,6 +185,10 @@ void CollectiveQueue::run_first(std::unique_lock<std::mutex>& lock, std::chrono:
   lock.lock();
   running_ = false;
   complete(*work, std::move(error));
+  if (!work->future_wanted()) return;
+  lock.unlock();
+  work->mark_future();
+  lock.lock();
 }
 
 void CollectiveQueue::complete(CollectiveWork& work, std::exception_ptr error) noexcept {
@@ -167,21 +199,38 @@ void CollectiveQueue::complete(CollectiveWork& work, std::exception_ptr error) n
 
 void CollectiveQueue::finish(CollectiveWork& work, std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
+  if (timeout.count() > 0) return finish_within(work, timeout, lock);
   while (!work.isCompleted()) {
     if (running_) {
       changed_.wait(lock);
     } else {
-      run_first(lock, timeout);
+      run_first(lock);
     }
   }
 }
 
+/// The time is that of the waiter. The operation has the time of the call or of the group, and its failure is the end
+/// of the group, so another thread is on it.
+void CollectiveQueue::finish_within(CollectiveWork& work, std::chrono::milliseconds timeout,
+                                    std::unique_lock<std::mutex>& lock) {
+  if (!running_) catch_up_elsewhere();
+  FSDP2_CHECK(changed_.wait_for(lock, timeout, [&] { return work.isCompleted(); }), kTimeout, "[shm] a wait for ",
+              c10d::opTypeToString(work.retrieveOpType()), " ended after ", timeout.count(),
+              " ms; the operation goes on: wait() for it again");
+}
+
 void CollectiveQueue::cancel() noexcept {
-  const std::lock_guard lock(mutex_);
-  while (first_.defined()) {
-    const c10::intrusive_ptr<CollectiveWork> work = pop();
-    complete(*work, std::make_exception_ptr(Error(
-                        ErrorCode::kCancelled, "[shm] the group was destroyed before this operation was carried out")));
+  for (;;) {
+    c10::intrusive_ptr<CollectiveWork> work;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!first_.defined()) return;
+      work = pop();
+      complete(*work,
+               std::make_exception_ptr(Error(ErrorCode::kCancelled,
+                                             "[shm] the group was destroyed before this operation was carried out")));
+    }
+    if (work->future_wanted()) work->mark_future();
   }
 }
 
@@ -196,7 +245,7 @@ void CollectiveQueue::catch_up() noexcept {
     if (running_) {
       changed_.wait(lock);
     } else {
-      run_first(lock, std::chrono::milliseconds(0));
+      run_first(lock);
     }
   }
 }

@@ -18,7 +18,8 @@ namespace fsdp2::detail::shm {
 // Note [Who carries operations out]
 // An operation is queued when it is called. The thread that waits for it carries out the queue up to it, so that a call
 // and its wait() cost no change of threads. If nobody waits, the other ranks must not wait in vain: a thread of the
-// process looks at the queues now and then, and starts a thread that carries out one that has stood still. Every queue
+// process looks at the queues now and then, and starts a thread that carries out one that has stood still. For a
+// future, and for a wait of limited time, which must not end the operation, such a thread starts at once. Every queue
 // is independent of the others, so a program whose ranks make the same calls on each group never blocks itself.
 class Queue : public std::enable_shared_from_this<Queue> {
  public:
@@ -31,6 +32,8 @@ class Queue : public std::enable_shared_from_this<Queue> {
   /// To be told by whoever queues something that is not waited for at once, and when it is done.
   void something_queued();
   void something_done() noexcept;
+  /// Begins catch_up() in a thread of its own.
+  void catch_up_elsewhere();
 
  private:
   friend class Helper;
@@ -51,22 +54,30 @@ class ShmWork : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(std::chrono::milliseconds(0)); }
   std::vector<at::Tensor> result() override { return outputs_; }
-  /// Carries the operation out: the future is done.
+  /// Does not wait: another thread carries the operation out.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
   void complete(std::exception_ptr error) noexcept {
     error_ = std::move(error);
-    done_.store(true, std::memory_order_release);
+    done_.store(true);
   }
+  /// Whoever completes a work looks, after that, whether its future is wanted, and marks it without holding a lock:
+  /// what others hung on the future runs then.
+  bool future_wanted() const noexcept { return future_wanted_.load(); }
+  void mark_future() noexcept;
 
  protected:
   /// Blocks until the work is completed.
   virtual void finish(std::chrono::milliseconds timeout) = 0;
+  virtual Queue& queue() = 0;
 
  private:
   std::vector<at::Tensor> outputs_;
   std::exception_ptr error_;
-  std::atomic<bool> done_{false};
+  std::atomic<bool> done_{false}, future_wanted_{false};
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool future_marked_ = false;
 };
 
 class CollectiveQueue;
@@ -83,6 +94,7 @@ class CollectiveWork final : public ShmWork {
  private:
   friend class CollectiveQueue;
   void finish(std::chrono::milliseconds timeout) override;
+  Queue& queue() override;
 
   std::vector<at::Tensor> inputs_;  // kept alive
   std::vector<Collective> collectives_;
@@ -108,7 +120,8 @@ class CollectiveQueue final : public Queue {
  private:
   c10::intrusive_ptr<CollectiveWork> pop();
   void complete(CollectiveWork& work, std::exception_ptr error) noexcept;
-  void run_first(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout);
+  void finish_within(CollectiveWork& work, std::chrono::milliseconds timeout, std::unique_lock<std::mutex>& lock);
+  void run_first(std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;
   std::condition_variable changed_;
