@@ -4,6 +4,7 @@
 
 #include <fsdp2/check_parity.h>
 #include <fsdp2/clip_grad.h>
+#include <fsdp2/dcp/app_state.h>
 #include <fsdp2/dcp/dcp.h>
 #include <fsdp2/dcp/manager.h>
 #include <fsdp2/dcp/state_dict.h>

@@ -3,14 +3,29 @@
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include <cstring>
 #include <utility>
 
 #include <fsdp2/error.h>
 
 #include "fsdp/unsharded_memory.h"
+#include "process/debug_level.h"
 
 namespace fsdp2::detail {
+
+namespace {
+
+/// Of the bytes, so that writes past the version counter are seen too; 0 without FSDP2_DEBUG=1.
+uint64_t hash_for_debug(const Tensor& whole) {
+  if (debug_level() < 1 || whole.is_meta() || whole.numel() == 0) return 0;
+  const Tensor bytes = whole.variable_data().cpu();
+  return XXH3_64bits(bytes.const_data_ptr(), bytes.nbytes());
+}
+
+}  // namespace
 
 // Note [One TensorImpl for life]
 // The module's member, the registered parameter, the optimizer's entry and autograd's leaf are one TensorImpl, for
@@ -144,6 +159,7 @@ void FSDPParam::to_unsharded() {
   if (const Tensor alive = param(); alive.defined()) {
     alive.unsafeGetTensorImpl()->shallow_copy_from(whole_.getIntrusivePtr());
     known_version_ = alive._version();
+    known_bytes_ = hash_for_debug(whole_);
   }
 }
 
@@ -160,8 +176,8 @@ void FSDPParam::check_unsharded() const {
       alive.scalar_type(), " ", alive.sizes(), " on ", alive.device(),
       "), e.g. by module->to(): the change cannot be kept. Drop it with reset_iter_state() on the root; next time "
       "call reshard() on its module first, then convert");
-  FSDP2_CHECK(alive._version() == known_version_, kUsage, "[fsdp] parameter ", fqn_,
-              " was written in place while it was unsharded: ",
+  FSDP2_CHECK(alive._version() == known_version_ && hash_for_debug(whole_) == known_bytes_, kUsage, "[fsdp] parameter ",
+              fqn_, " was written in place while it was unsharded: ",
               whole_is_borrowed_
                   ? "it was shown from shared memory, so the write has reached the shards of all ranks. Load a "
                     "checkpoint after reset_iter_state() on the root"

@@ -108,6 +108,7 @@ class FSDPParam {
   bool whole_is_borrowed_ = false;
   Shown shown_ = Shown::kSharded;
   uint32_t known_version_ = 0;  // of the shard when its gather started, then of what is shown
+  uint64_t known_bytes_ = 0;    // FSDP2_DEBUG=1: a hash of the whole
   std::optional<uint32_t> unwritten_version_;
 };
 

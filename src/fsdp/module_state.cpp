@@ -11,7 +11,7 @@
 
 #include "diagnose/first_step.h"
 #include "fsdp/autograd_hooks.h"
-#include "fsdp/debug_level.h"
+#include "process/debug_level.h"
 #include "fsdp/profile_range.h"
 #include "fsdp/tied_parameters.h"
 #include "fsdp/trace.h"

@@ -9,7 +9,7 @@
 #include <fsdp2/log.h>
 
 #include "backend/fake.h"
-#include "fsdp/debug_level.h"
+#include "process/debug_level.h"
 #include "fsdp/leaf_slot.h"
 #include "module/written.h"
 

@@ -14,7 +14,7 @@
 #include <fsdp2/log.h>
 
 #include "diagnose/first_step.h"
-#include "fsdp/debug_level.h"
+#include "process/debug_level.h"
 #include "fsdp/module_state.h"
 #include "fsdp/param_group.h"
 #include "fsdp/profile_range.h"

@@ -5,9 +5,11 @@
 
 #include <array>
 #include <atomic>
+#include <memory>
 
 #include <fsdp2/error.h>
 
+#include "process/debug_level.h"
 #include "tensor/dtensor_spec.h"
 #include "torch_compat.h"
 
@@ -97,11 +99,30 @@ void rethrow_c10d_error(const std::string& context) {
   }
 }
 
+/// FSDP2_DEBUG=2: ranks that are about to make different calls say so, all of them, before one waits in vain or takes
+/// another's data for its own.
+void compare_calls(CollectiveOp op, const ProcessGroup& group, const CallSite& site, int64_t bytes,
+                   const std::vector<Tensor>& tensors) {
+  static thread_local bool comparing = false;  // its own exchanges are not compared
+  if (comparing || debug_level() != 2) return;
+  comparing = true;
+  const auto done = std::unique_ptr<bool, void (*)(bool*)>(&comparing, [](bool* flag) { *flag = false; });
+  const std::string mine = c10::str(to_string(op), *site.what == '\0' ? "" : " of ", site.what, ", ", bytes, " bytes",
+                                    tensors.empty() ? std::string() : c10::str(" of ", tensors[0].scalar_type()));
+  const std::vector<std::string> calls = all_gather_strings(mine, group);
+  for (size_t rank = 1; rank < calls.size(); ++rank) {
+    FSDP2_CHECK(calls[rank] == calls[0], kUsage, "[collective] ranks make different calls on one group: rank 0 of it ",
+                calls[0], "; rank ", rank, " ", calls[rank],
+                ". Every rank must run the same steps in the same order (FSDP2_DEBUG=2 compared the calls)");
+  }
+}
+
 class CollectiveFunnel {
  public:
   template <class Issue>
   static PendingCollective run(CollectiveOp op, const ProcessGroup& group, CallSite site, int64_t bytes,
                                std::vector<Tensor> keep_alive, Issue&& issue) {
+    compare_calls(op, group, site, bytes, keep_alive);
     PendingCollective pending;
     pending.op_ = op;
     pending.what_ = site.what;

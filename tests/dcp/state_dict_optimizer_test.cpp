@@ -274,5 +274,28 @@ TEST(OptimizerForms, EmptyGroupsAreMatchedByTheirOrder) {
   EXPECT_TRUE(notes.has("group 1 of the optimizer has no parameters")) << notes.text;
 }
 
+TEST(AppState, IsOneEntryThatComesBackIntoAFreshModelAndOptimizer) {
+  const TempDir folder;
+  torch::manual_seed(1);
+  Pair model;
+  AdamW optimizer(model->parameters(), AdamWOptions(0.1));
+  for (int step = 0; step < 2; ++step) {
+    optimizer.zero_grad();
+    (model->a.sum() + model->b(torch::ones({1, 3})).pow(2).sum()).backward();
+    optimizer.step();
+  }
+  dcp::save({{"app", app_state(model, optimizer)}, {"step", 2}}, folder.path() + "/saved");
+
+  Pair fresh;
+  AdamW fresh_optimizer(fresh->parameters(), AdamWOptions(0.5));
+  StateDict state{{"app", app_state(fresh, fresh_optimizer)}, {"step", 0}};
+  dcp::load(state, folder.path() + "/saved");
+  EXPECT_EQ(state["step"].integer(), 2);
+  EXPECT_TRUE(same(get_model_state_dict(fresh), get_model_state_dict(model)));
+  EXPECT_TRUE(same(get_optimizer_state_dict(fresh, fresh_optimizer), get_optimizer_state_dict(model, optimizer)));
+  const dcp::Reader reader(folder.path() + "/saved");
+  EXPECT_EQ(reader.metadata().entries.front().first, "app.model.a");
+}
+
 }  // namespace
 }  // namespace fsdp2::testing
