@@ -73,7 +73,8 @@ void check_replicas(const SavePlan& plan, const std::vector<std::vector<uint64_t
         FSDP2_CHECK(print(rank) == print(holders[0]), kInvalidArgument, "[dcp] ", planned.fqn,
                     " differs between ranks: rank ", holders[0], " has one ", planned.tensor ? "tensor" : "value",
                     ", rank ", rank, " another; a key must mean the same on every rank: mark it with dcp::per_rank() ",
-                    "if it is meant to differ");
+                    "if it is meant to differ",
+                    planned.tensor ? ", or make it equal first (running statistics of a module: average them)" : "");
       }
       for (const int rank : holders) ++next[static_cast<size_t>(rank)];
     }

@@ -84,7 +84,7 @@ std::vector<ParityDifference> compare_models(const torch::nn::Module& plain, con
 }
 
 /// What gives other numbers by design.
-std::vector<std::string> notes_on(const torch::nn::Module& model) {
+std::vector<std::string> notes_on(const torch::nn::Module& model, bool split_batch) {
   std::string dropout, batch_norm;
   for (const auto& named : model.named_modules()) {
     const torch::nn::Module* each = named.value().get();
@@ -110,7 +110,7 @@ std::vector<std::string> notes_on(const torch::nn::Module& model) {
     notes.push_back(c10::str("dropout draws other numbers in the two models, so they differ by design: set its ",
                              "probability to 0, or call eval(), in both factories (", dropout, ")"));
   }
-  if (!batch_norm.empty()) {
+  if (!batch_norm.empty() && split_batch) {
     notes.push_back(c10::str("batch norm uses the statistics of the rows that it sees, a rank's beside the whole ",
                              "batch: call eval() on it in both factories, or pass .split_batch = false (", batch_norm,
                              ")"));
@@ -267,7 +267,7 @@ ParityReport check_parity(const std::function<ParitySide()>& make_plain,
   check_side(plain, "make_plain");
   check_side(sharded, "make_sharded");
   ParityReport report;
-  report.notes = notes_on(*sharded.module);
+  report.notes = notes_on(*sharded.module, options.split_batch);
   for (const std::string& note : report.notes) {
     if (get_rank() == 0) FSDP2_LOG_WARN("[check_parity] ", note);
   }

@@ -105,6 +105,9 @@ void check_balance(const Subject& subject, Findings& found) {
   const int64_t bytes = largest->whole_bytes();
   const Parts parts(*largest, subject.small_group_bytes);
   if (parts.names.size() < 2 || 10 * bytes < 6 * total) return;
+  // In a small model one block is soon most of it, and what splitting it saves is not worth a group.
+  constexpr int64_t kWorthSplitting = 16;
+  if (groups > 1 && bytes < kWorthSplitting * subject.small_group_bytes) return;
   const std::string fix =
       c10::str("call fully_shard on ", list_names(parts.names), " before it (a layer of torch::nn as ",
                "Hooked<...>, so that calling it runs the hooks)");

@@ -100,7 +100,8 @@ void run_item(OperatorCall& call);
 
 /// Part of the errors that a forbidden forward may end in.
 inline constexpr const char* kCallRule =
-    "If this came from model->forward(x) or a layer's forward, call model(x): only that gathers the parameters. ";
+    "If this came from model->forward(x) or a layer's forward, call model(x), of a type declared with FSDP2_MODULE, or "
+    "fsdp2::call(model, x): only these gather the parameters. ";
 
 /// "aten::add.Tensor".
 std::string operator_text(const c10::OperatorHandle& op);
