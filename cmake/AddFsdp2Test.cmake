@@ -55,6 +55,9 @@ function(_fsdp2_test_program target source library)
   set_target_properties(${target} PROPERTIES
     LINK_DEPENDS_NO_SHARED ON
     RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
+  # It may have been a link to a program of several files before, through which the linker would write.
+  add_custom_command(TARGET ${target} PRE_LINK
+    COMMAND "${CMAKE_COMMAND}" -E rm -f "${PROJECT_BINARY_DIR}/tests/${target}" VERBATIM)
 endfunction()
 
 # One program of several files, and a name for each of them.
