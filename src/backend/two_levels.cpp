@@ -1,6 +1,8 @@
 // Ranks of several hosts, equally many on each: shared memory inside of a host, Gloo between hosts.
 
 #include <ATen/Functions.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -189,13 +191,21 @@ class Task : public c10d::Work {
   void end(const std::exception_ptr& error) noexcept {
     steps_ = nullptr;
     finish(error);
+    if (error) {
+      future_->setError(error);
+    } else {
+      future_->markCompleted(c10::IValue(outputs_));
+    }
   }
 
   std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
   Tensors outputs_;
   std::function<void()> steps_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_ =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
 };
 
 /// Does tasks in the order in which they were given. Outlives the backend by the task that it is at.

@@ -122,6 +122,11 @@ TEST(TwoLevels, WorksCompleteInAnyOrderOfWaiting) {
     }
     for (const size_t i : {4, 0, 3, 1, 5, 2}) works[i]->wait();
     for (const Tensor& tensor : x) EXPECT_TRUE(tensor.eq(10).all().item<bool>());
+
+    std::vector<Tensor> tensors{torch::full({5}, rank + 1.0)};
+    const auto future = fsdp2::default_group()->allreduce(tensors)->getFuture();
+    future->wait();
+    EXPECT_TRUE(future->value().toTensorVector()[0].eq(10).all().item<bool>());
   }));
 }
 
