@@ -23,8 +23,8 @@ using ReduceOp = c10d::ReduceOp;
 struct ProcessGroupOptions {
   /// "" picks the best for this machine: for CPU tensors shared memory ("shm") in groups whose ranks are on one host,
   /// shared memory inside of hosts and Gloo between them ("shm+gloo") where there are equally many, two or more, on
-  /// each of several hosts, else Gloo; and NCCL for GPUs. Or "shm", "gloo", "nccl", or a list such as "cpu:shm,cuda:nccl"; "fake" runs one
-  /// rank of any world size without the others (fsdp2/fake_backend.h).
+  /// each of several hosts, else Gloo; and NCCL for GPUs. Or "shm", "gloo", "nccl", or a list such as
+  /// "cpu:shm,cuda:nccl"; "fake" runs one rank of any world size without the others (fsdp2/fake_backend.h).
   std::string backend = "";
   /// "env://" (MASTER_ADDR, MASTER_PORT), "tcp://host:port" (rank 0 listens there), "file:///path".
   std::string init_method = "env://";

@@ -113,7 +113,8 @@ class LocalInput final : public InputFile {
     if (file_ < 0) {
       const int error = errno;
       FSDP2_CHECK(error != ENOENT, kNotFound, "[dcp] the file ", name_, " of the checkpoint is missing");
-      FSDP2_CHECK(error != ENOTDIR, kInvalidArgument, "[dcp] ", folder.string(), " is a file; expected the folder of a ",
+      FSDP2_CHECK(error != ENOTDIR, kInvalidArgument, "[dcp] ", folder.string(),
+                  " is a file; expected the folder of a ",
                   "checkpoint. `fsdp2 checkpoint convert` makes one of a file of torch.save or safetensors");
       FSDP2_CHECK(error != ELOOP, kCorruption, "[dcp] ", name_, " is a link; a checkpoint holds plain files only");
       throw_errno("opening", name_, error);
