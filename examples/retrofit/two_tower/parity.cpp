@@ -1,17 +1,5 @@
-// Does after.cpp train as before.cpp does?   fsdp2 run --nproc-per-node 2 build/two_tower_parity
-#include <fsdp2/fsdp2.h>
-#include <torch/torch.h>
-
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <iomanip>
-#include <iostream>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
+// Does after.cpp train as before.cpp does?   fsdp2 run --nproc-per-node 2 retrofit_two_tower_parity
+#include "../parity.h"
 
 #define main program_main
 namespace before {
@@ -21,11 +9,6 @@ namespace after {
 #include "after.cpp"
 }
 #undef main
-
-bool report(const char* what, const fsdp2::ParityReport& parity) {
-  if (fsdp2::get_rank() == 0) std::cout << what << ": " << parity.to_string() << std::endl;
-  return parity.ok;
-}
 
 int main() try {
   fsdp2::init_process_group();
