@@ -61,7 +61,6 @@ class Signals {
     return lines_[rank].value.load(std::memory_order_acquire) >= value;
   }
   bool reached(uint64_t value) const noexcept;
-  uint64_t value_of(int rank) const noexcept { return lines_[rank].value.load(std::memory_order_acquire); }
 
   /// Until every rank has reached `value`. Spins, then sleeps. kTimeout names the missing ranks, kPeerFailed comes as
   /// soon as the process of a missing rank is gone; either makes the group unusable, on the other ranks too:
