@@ -36,6 +36,12 @@ Chunk relative_to(Chunk box, const std::vector<int64_t>& origin) {
   return box;
 }
 
+at::Tensor part_of(at::Tensor tensor, const Chunk& box) {
+  for (size_t d = 0; d < box.sizes.size(); ++d)
+    tensor = tensor.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
+  return tensor;
+}
+
 std::string chunk_fault(const std::vector<int64_t>& sizes, const Chunk& chunk) {
   if (chunk.offsets.size() != sizes.size() || chunk.sizes.size() != sizes.size()) {
     return c10::str("a chunk has ", chunk.offsets.size(), " offsets and ", chunk.sizes.size(), " sizes");

@@ -21,6 +21,9 @@ std::optional<Chunk> intersect(const Chunk& a, const Chunk& b);
 /// The same box, counted from `origin`.
 Chunk relative_to(Chunk box, const std::vector<int64_t>& origin);
 
+/// The box of a tensor, as a view.
+at::Tensor part_of(at::Tensor tensor, const Chunk& box);
+
 /// Says what is wrong with one chunk of a tensor of `sizes`, or nothing.
 std::string chunk_fault(const std::vector<int64_t>& sizes, const Chunk& chunk);
 /// Says which chunks overlap, or that they leave a hole, or nothing. Chunks are valid each for

@@ -63,12 +63,6 @@ std::vector<LocalPart> local_parts(const at::Tensor& tensor, const std::string& 
   return parts;
 }
 
-at::Tensor part_of(at::Tensor tensor, const Chunk& box) {
-  for (size_t d = 0; d < box.sizes.size(); ++d)
-    tensor = tensor.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
-  return tensor;
-}
-
 bool on_meta(const at::Tensor& tensor) {
   const DTensorSpec* spec = spec_of(tensor);
   return (spec ? spec->local : tensor).is_meta();

@@ -18,9 +18,6 @@ struct LocalPart {
 /// Partial placements.
 std::vector<LocalPart> local_parts(const at::Tensor& tensor, const std::string& fqn);
 
-/// The box of a tensor, as a view.
-at::Tensor part_of(at::Tensor tensor, const Chunk& box);
-
 /// The same shape and layout with fresh, uninitialised memory on a real device in place of meta.
 at::Tensor fresh_like(const at::Tensor& tensor);
 bool on_meta(const at::Tensor& tensor);

@@ -8,7 +8,6 @@
 #include <unordered_map>
 
 #include "dcp/geometry.h"
-#include "dcp/local_parts.h"
 #include "dcp/safetensors.h"
 #include "dcp/safetensors_folder.h"
 #include "dcp/scalar_types.h"

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "dcp/geometry.h"
-#include "dcp/local_parts.h"
 #include "dcp/named_errors.h"
 #include "dcp/scalar_types.h"
 #include "pickle/reader.h"

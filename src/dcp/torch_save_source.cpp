@@ -1,8 +1,8 @@
 #include <ATen/Functions.h>
 #include <fsdp2/error.h>
 
+#include "dcp/geometry.h"
 #include "dcp/item.h"
-#include "dcp/local_parts.h"
 #include "dcp/tensor_source.h"
 
 namespace fsdp2::dcp::detail {
