@@ -34,20 +34,52 @@ struct PostBackward : torch::autograd::Node {
 };
 
 struct PreBackward : torch::autograd::FunctionPreHook {
-  explicit PreBackward(std::weak_ptr<ModuleState> state) : state_(std::move(state)) {}
+  PreBackward(std::weak_ptr<ModuleState> state, const TrainingContext& context)
+      : state_(std::move(state)), context_(&context), forwards_(context.forwards) {}
   variable_list operator()(const variable_list& gradients) override {
+    if (const auto next = next_.lock(); next && next->in_backward()) {
+      next->post_backward();
+    }
     if (const auto state = state_.lock()) {
       state->pre_backward();
     }
     return gradients;
   }
+  /// Whether no forward of a module began since this was made.
+  bool is_newest_of(const TrainingContext& context) const {
+    return &context == context_ && context.forwards == forwards_;
+  }
+  void set_next(std::weak_ptr<ModuleState> next) { next_ = std::move(next); }
 
  private:
-  std::weak_ptr<ModuleState> state_;
+  std::weak_ptr<ModuleState> state_, next_;
+  const TrainingContext* context_;  // to compare only
+  uint64_t forwards_;
 };
 
 bool takes_part(const at::Tensor* tensor) {
   return tensor->defined() && tensor->requires_grad() && !is_marked(*tensor);
+}
+
+// Note [Post-backward without a node]
+// A node of its own costs autograd a third of what all hooks of a module do. Where a module takes the output of the
+// one before as it is, that module's PreBackward runs at the right moment already: then the gradient of this tensor is
+// complete, so every node of the next module is done, and AccumulateGrad nodes that were ready ran first. Only the
+// first module to take the tensor, with no other in between: in backward its gradient is the last to come, so nothing
+// is kept longer.
+bool leave_it_to_pre_backward(const at::Tensor& input, const std::shared_ptr<ModuleState>& state) {
+  const auto& node = input.grad_fn();
+  if (!node) {
+    return false;
+  }
+  for (const auto& hook : node->tensor_pre_hooks()) {
+    auto* before = dynamic_cast<PreBackward*>(hook.get());
+    if (before != nullptr && before->is_newest_of(*state->context)) {
+      before->set_next(state);
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace
@@ -56,20 +88,19 @@ void attach_post_backward(const TensorPointers& inputs, const std::shared_ptr<Mo
   if (!at::GradMode::is_enabled()) {
     return;
   }
-  torch::autograd::edge_list edges;
-  for (const at::Tensor* tensor : inputs) {
-    if (takes_part(tensor)) {
-      edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
-    }
+  c10::SmallVector<at::Tensor*, 4> taking_part;
+  for (at::Tensor* tensor : inputs) {
+    if (takes_part(tensor)) taking_part.push_back(tensor);
   }
-  if (edges.empty()) {
+  if (taking_part.empty() || (taking_part.size() == 1 && leave_it_to_pre_backward(*taking_part[0], state))) {
     return;
   }
+  torch::autograd::edge_list edges;
+  for (const at::Tensor* tensor : taking_part) {
+    edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
+  }
   const auto node = make_node<PostBackward>(std::move(edges), state);
-  for (at::Tensor* tensor : inputs) {
-    if (!takes_part(tensor)) {
-      continue;
-    }
+  for (at::Tensor* tensor : taking_part) {
     // A view made without grad mode: an in-place operator on it inside forward throws, where a detached alias would
     // silently give a wrong gradient.
     at::Tensor alias;
@@ -100,7 +131,7 @@ void attach_pre_backward(const TensorPointers& outputs, const std::shared_ptr<Mo
     }
     torch::autograd::Node* node = tensor->grad_fn().get();
     if (std::find(hooked.begin(), hooked.end(), node) == hooked.end()) {
-      node->add_tensor_pre_hook(std::make_unique<PreBackward>(state));
+      node->add_tensor_pre_hook(std::make_unique<PreBackward>(state, *state->context));
       hooked.push_back(node);
     }
   }

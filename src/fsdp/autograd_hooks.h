@@ -10,8 +10,8 @@ namespace fsdp2::detail {
 
 class ModuleState;
 
-/// Replaces the inputs that require grad by aliases whose backward, after all gradients of the module, runs
-/// state->post_backward().
+/// After all gradients of the module backward runs state->post_backward(). Mostly replaces the inputs that require grad
+/// by aliases. Before state->context->forwards counts this forward.
 void attach_post_backward(const TensorPointers& inputs, const std::shared_ptr<ModuleState>& state);
 /// Whether backward can reach any of the outputs.
 bool will_run_backward(const TensorPointers& outputs);

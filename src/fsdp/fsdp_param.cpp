@@ -1,7 +1,6 @@
 #include "fsdp/fsdp_param.h"
 
 #include <ATen/Functions.h>
-#include <c10/core/InferenceMode.h>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -133,7 +132,7 @@ const Tensor& FSDPParam::whole(at::ScalarType dtype, c10::Device device) {
 
 void FSDPParam::alias_whole_to_shard() {
   if (!whole_is_shard_) {
-    const c10::InferenceMode normal_tensors(false);
+    const LeaveInferenceMode normal_tensors;
     whole_ = local().variable_data();
     whole_is_shard_ = true;
   }

@@ -217,9 +217,10 @@ void GradientReduction::start(Bucket& bucket) {
 }
 
 void GradientReduction::finish_reduce_scatter() {
+  holds_input_ = false;
+  if (buckets_.empty()) return;  // one rank
   const ProfileRange range("FSDP::reduce");
   const PlainWork plain;
-  holds_input_ = false;
   for (Bucket& bucket : buckets_) {
     if (bucket.staged) {
       if (!bucket.staged->finish()) throw_ranks_differ(bucket);
@@ -315,6 +316,7 @@ void GradientReduction::finish() {
 }
 
 void GradientReduction::finish_buckets() {
+  if (buckets_.empty()) return;
   const ProfileRange range("FSDP::reduce");
   const PlainWork plain;
   const bool one_replica = group_->mesh_.replicate_size == 1;

@@ -37,26 +37,32 @@ bool ParamGroup::enter_backward() {
   return entered;
 }
 
-void ParamGroup::post_backward(bool at_end) {
+bool ParamGroup::any_accumulating() const {
+  return std::any_of(params_.begin(), params_.end(),
+                     [](const FSDPParam& param) { return param.gradient.accumulating(); });
+}
+
+void ParamGroup::post_backward(bool at_end, bool reshards) {
   in_backward_ = false;
-  const bool any =
-      std::any_of(params_.begin(), params_.end(), [](const FSDPParam& param) { return param.gradient.accumulating(); });
+  const bool any = any_accumulating();
   if (!settings.reduce_gradients) {
     if (any) {
       keep_pending();
     }
-    if (settings.reshard_after_backward && !unshard_pending()) {
-      reshard();
-    }
+    if (reshards) reshard_after_backward();
     return;
   }
   // Without a new gradient the module is frozen, or is used once more further on in this backward.
   if (any || at_end) {
-    reduce_all(settings.all_reduce_gradients);
+    reduce_all(settings.all_reduce_gradients, reshards);
     reduced_unused_ &= !at_end;
-  } else if (settings.reshard_after_backward && !unshard_pending()) {
-    reshard();
+  } else if (reshards) {
+    reshard_after_backward();
   }
+}
+
+void ParamGroup::reshard_after_backward() {
+  if (settings.reshard_after_backward && !unshard_pending()) reshard();
 }
 
 void ParamGroup::keep_pending() {
@@ -78,7 +84,7 @@ void ParamGroup::keep_pending() {
   }
 }
 
-void ParamGroup::reduce_all(bool all_reduce) {
+void ParamGroup::reduce_all(bool all_reduce, bool reshards) {
   const bool several_replicas = mesh_.replicate_size > 1;
   std::vector<std::pair<size_t, Tensor>> gradients;
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -98,9 +104,7 @@ void ParamGroup::reduce_all(bool all_reduce) {
       param.gradient.show_partial_sum(alive, param.sharded_spec(), param.partial_sum_placements());
     }
   }
-  if (settings.reshard_after_backward && !unshard_pending()) {
-    reshard();
-  }
+  if (reshards) reshard_after_backward();
   if (!gradients.empty()) {
     reduced_unused_ = true;
     context->reduce(shared_from_this(), std::move(gradients), all_reduce);
@@ -138,7 +142,7 @@ void ParamGroup::run_post_accumulate_hooks(const std::vector<size_t>& indices) {
 }
 
 void ParamGroup::synchronize_gradients() {
-  reduce_all(true);
+  reduce_all(true, true);
   reduced_unused_ = false;
 }
 

@@ -11,17 +11,17 @@
 
 #include "diagnose/first_step.h"
 #include "fsdp/autograd_hooks.h"
-#include "process/debug_level.h"
 #include "fsdp/profile_range.h"
 #include "fsdp/tied_parameters.h"
 #include "fsdp/trace.h"
 #include "module/written.h"
+#include "process/debug_level.h"
 
 namespace fsdp2::detail {
 
 // Note [One step, in the order of time]
 // The first module called becomes the root of its tree (become_root). For each module with hooks, in forward:
-// gather its group, cast the inputs, put a PostBackward node on them; run forward; free the group, hook the outputs
+// gather its group, cast the inputs, have PostBackward run behind them; run forward; free the group, hook the outputs
 // for backward, cast them. In backward, the first hook queues the end-of-backward callback; for each group in
 // reverse: PreBackward gathers it and starts the gather of the one before; gradients accumulate; PostBackward frees it
 // and starts its reduction. The callback at the end does the same for groups whose PostBackward never ran (inputs
@@ -183,7 +183,8 @@ void ModuleState::check_written() const {
 
 void ModuleState::enter_iteration() {
   context->recover_if_interrupted();
-  if (context->diagnose_due && !context->in_backward()) [[unlikely]] diagnose_first_step(*context);
+  if (context->diagnose_due && !context->in_backward()) [[unlikely]]
+    diagnose_first_step(*context);
   context->iteration_root = this;
   if (!context->in_backward()) context->begin_in_place(/*only_changed=*/false);
   if (const auto event = std::move(context->post_optim_event)) {
@@ -249,6 +250,7 @@ void ModuleState::pre_forward(const torch::nn::Module& module, const TensorPoint
   if (begins_pass && !groups.empty()) {
     attach_post_backward(inputs, shared_from_this());
   }
+  ++context->forwards;
   if (begins_pass) {
     for (const auto& weak : forward_prefetch) {
       if (const auto next = weak.lock()) next->start_unshard();
@@ -382,15 +384,19 @@ void ModuleState::post_backward() {
   const ProfileRange range("FSDP::hooks");
   buffer_cast.end();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
-    (*group)->post_backward(false);
+    (*group)->post_backward(/*at_end=*/false, /*reshards=*/depth_ == 0);
   }
+}
+
+bool ModuleState::in_backward() const {
+  return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->in_backward(); });
 }
 
 void ModuleState::finish_backward() {
   buffer_cast.end();
   forget_pass();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
-    (*group)->post_backward(true);
+    (*group)->post_backward(/*at_end=*/true, /*reshards=*/depth_ == 0);
   }
 }
 

@@ -29,8 +29,11 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   void pre_backward();
   /// Gradients of the modules' inputs are there.
   void post_backward();
-  /// Backward is over.
+  /// Backward reached the modules or their parameters, and post_backward() did not follow yet.
+  bool in_backward() const;
+  /// Backward is over, perhaps one inside of a forward.
   void finish_backward();
+  bool in_forward() const { return depth_ > 0; }
   /// After an exception.
   void reset();
 

@@ -110,8 +110,11 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   /// Backward reached the group's modules. Returns false where it was there already.
   bool enter_backward();
-  /// After the gradients of the group's modules are there (or, with `at_end`, when backward is over).
-  void post_backward(bool at_end);
+  /// It did, or gradients accumulate, and post_backward() did not follow yet.
+  bool in_backward() const { return in_backward_ || any_accumulating(); }
+  /// After the gradients of the group's modules are there (or, with `at_end`, when backward is over). Not `reshards`:
+  /// forward is under way.
+  void post_backward(bool at_end, bool reshards);
   /// Backward threw: what it began to accumulate is dropped, earlier gradients are back in their slots.
   void interrupt_backward() noexcept;
   /// Users' hooks of these parameters, whose gradients are final. Reshards first: a hook may step an optimizer.
@@ -187,9 +190,11 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void to_parts();
   Tensor communication_buffer(int64_t numel, const at::TensorOptions& options, const ProcessGroup& group) const;
   // group_backward.cpp
+  bool any_accumulating() const;
   void on_leaf_gradient(size_t index, const Tensor& gradient);
   void keep_pending();
-  void reduce_all(bool all_reduce);
+  void reshard_after_backward();
+  void reduce_all(bool all_reduce, bool reshards);
 
   DataParallelMesh mesh_;
   int64_t size_ = 1, rank_ = 0;  // of the shard axis
@@ -220,7 +225,7 @@ void check_custom_buffer(const Tensor& buffer, int64_t numel, at::ScalarType dty
 
 /// Library work on plain tensors, whatever mode the user's code is in.
 struct PlainWork {
-  c10::InferenceMode normal_tensors{false};
+  LeaveInferenceMode normal_tensors;
   at::NoGradGuard no_grad;
   BelowDTensor below;
 };

@@ -35,6 +35,7 @@ bool ParamGroup::can_share() const {
 }
 
 ProcessGroup ParamGroup::publish(bool only_changed) {
+  if (size_ == 1) return {};
   const PlainWork plain;
   if (state_ == DataState::kSharded) {
     adopt_foreign_data();

@@ -14,10 +14,10 @@
 #include <fsdp2/log.h>
 
 #include "diagnose/first_step.h"
-#include "process/debug_level.h"
 #include "fsdp/module_state.h"
 #include "fsdp/param_group.h"
 #include "fsdp/profile_range.h"
+#include "process/debug_level.h"
 
 namespace fsdp2::detail {
 
@@ -153,12 +153,13 @@ void TrainingContext::finish_backward() {
       state->finish_backward();
     }
   }
-  iteration_root = nullptr;
+  const bool inside_forward = iteration_root != nullptr && iteration_root->in_forward();
+  if (!inside_forward) iteration_root = nullptr;
   if (is_last_backward) {
     drop_pending_gathers();
   }
   finish_reductions();
-  end_in_place(/*backward_follows=*/false);
+  if (!inside_forward) end_in_place(/*backward_follows=*/false);
   for (const auto& [weak, param] : std::exchange(hooks_at_end_, {})) {
     if (const auto group = weak.lock()) group->run_post_accumulate_hooks({param});
   }

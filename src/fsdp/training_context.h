@@ -26,6 +26,7 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   std::vector<std::weak_ptr<ModuleState>> states;  // module order, the root first
   ModuleState* iteration_root = nullptr;           // outermost module in forward
   bool is_last_backward = true;
+  uint64_t forwards = 0;                         // of modules, that began so far
   size_t max_input_buffers = 1;                  // the largest that a group of the tree asks for
   std::shared_ptr<c10::Event> post_optim_event;  // for the next forward of the root
   std::shared_ptr<ReductionQueue> reductions;

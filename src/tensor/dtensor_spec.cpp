@@ -1,7 +1,5 @@
 #include "tensor/dtensor_spec.h"
 
-#include <c10/core/InferenceMode.h>
-
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -45,8 +43,8 @@ std::vector<Range> chunk_of_runs(const std::vector<Range>& runs, int64_t num_chu
 }
 
 /// Rows of dimension `dim` that the rank at `coordinate` holds.
-std::vector<Range> rows_of(int64_t size, int64_t dim, const DeviceMesh& mesh,
-                           const std::vector<Placement>& placements, const std::vector<int64_t>& coordinate) {
+std::vector<Range> rows_of(int64_t size, int64_t dim, const DeviceMesh& mesh, const std::vector<Placement>& placements,
+                           const std::vector<int64_t>& coordinate) {
   std::vector<size_t> axes;  // in the order in which they cut
   for (size_t axis = 0; axis < placements.size(); ++axis) {
     if (is_shard(placements[axis], dim)) axes.push_back(axis);
@@ -129,14 +127,6 @@ std::vector<int64_t> shape_of_rows(const std::vector<std::vector<Range>>& rows) 
   return shape;
 }
 
-/// With InferenceMode on, new tensors could never take part in training afterwards.
-struct LeaveInferenceMode {
-  LeaveInferenceMode() {
-    if (c10::InferenceMode::is_enabled()) off.emplace(false);
-  }
-  std::optional<c10::InferenceMode> off;
-};
-
 Tensor checked_local(const DTensorLayout& layout, Tensor local, const std::string& fqn) {
   FSDP2_CHECK(local.defined() && !is_marked(local), kInvalidArgument, "[dtensor] the local part of '", fqn,
               "' must be a plain tensor");
@@ -150,8 +140,8 @@ Tensor checked_local(const DTensorLayout& layout, Tensor local, const std::strin
 
 Tensor new_marked_tensor(c10::intrusive_ptr<DTensorSpec> spec) {
   const Tensor& local = spec->local;
-  auto result = at::detail::make_tensor<c10::TensorImpl>(local.key_set().add(kDTensorKey), local.dtype(),
-                                                         local.device());
+  auto result =
+      at::detail::make_tensor<c10::TensorImpl>(local.key_set().add(kDTensorKey), local.dtype(), local.device());
   auto* impl = result.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(spec->sizes);
   impl->set_storage_access_should_throw();
@@ -179,8 +169,7 @@ std::vector<Box> chunks_at(at::IntArrayRef sizes, const DeviceMesh& mesh, const 
 }
 
 std::vector<int64_t> local_shape_at(at::IntArrayRef sizes, const DeviceMesh& mesh,
-                                    const std::vector<Placement>& placements,
-                                    const std::vector<int64_t>& coordinate) {
+                                    const std::vector<Placement>& placements, const std::vector<int64_t>& coordinate) {
   return shape_of_rows(rows_per_dim(sizes, mesh, placements, coordinate));
 }
 
@@ -211,13 +200,12 @@ DTensorLayout::DTensorLayout(DeviceMesh mesh_in, std::vector<Placement> placemen
       placements(normalize_placements(std::move(placements_in), mesh, static_cast<int64_t>(sizes_in.size()))),
       sizes(std::move(sizes_in)),
       extents(std::move(extents_in)),
-      partial(std::any_of(placements.begin(), placements.end(), [](const Placement& placement) {
-        return std::holds_alternative<Partial>(placement);
-      })) {}
+      partial(std::any_of(placements.begin(), placements.end(),
+                          [](const Placement& placement) { return std::holds_alternative<Partial>(placement); })) {}
 
 bool DTensorLayout::equals(const DTensorLayout& other) const {
-  return this == &other || (sizes == other.sizes && placements == other.placements && extents == other.extents &&
-                            mesh == other.mesh);
+  return this == &other ||
+         (sizes == other.sizes && placements == other.placements && extents == other.extents && mesh == other.mesh);
 }
 
 std::vector<Box> DTensorLayout::chunks(const std::vector<int64_t>& coordinate) const {
@@ -250,9 +238,9 @@ std::vector<int64_t> DTensorLayout::sharded_axes() const {
 
 DTensorSpec::DTensorSpec(DeviceMesh mesh_in, std::vector<Placement> placements_in, std::vector<int64_t> sizes_in,
                          Tensor local_in, std::string fqn_in)
-    : DTensorSpec(std::make_shared<const DTensorLayout>(std::move(mesh_in), std::move(placements_in),
-                                                        std::move(sizes_in)),
-                  std::move(local_in), std::move(fqn_in)) {}
+    : DTensorSpec(
+          std::make_shared<const DTensorLayout>(std::move(mesh_in), std::move(placements_in), std::move(sizes_in)),
+          std::move(local_in), std::move(fqn_in)) {}
 
 DTensorSpec::DTensorSpec(std::shared_ptr<const DTensorLayout> layout_in, Tensor local_in, std::string fqn_in)
     : layout(std::move(layout_in)),
@@ -295,7 +283,8 @@ Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor loc
   Tensor result = new_marked_tensor(spec);
   // Sizes and storage are not operators, so nothing but libtorch itself can stop torch::save or data_ptr().
   result.unsafeGetTensorImpl()->release_storage_and_set_meta_custom_data_ptr_error_msg_(
-      c10::str("[dtensor] the storage of ", describe(*spec), " was asked for (data_ptr(), accessor, torch::save): a "
+      c10::str("[dtensor] the storage of ", describe(*spec),
+               " was asked for (data_ptr(), accessor, torch::save): a "
                "DTensor has none; use to_local() or full_tensor(), and fsdp2::dcp::save to save"));
   return result;
 }
@@ -303,8 +292,8 @@ Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor loc
 Tensor make_dtensor(Tensor local, DeviceMesh mesh, std::vector<Placement> placements, std::vector<int64_t> sizes,
                     std::string fqn) {
   return make_dtensor_over(
-      std::make_shared<const DTensorLayout>(std::move(mesh), std::move(placements), std::move(sizes)),
-      std::move(local), std::move(fqn));
+      std::make_shared<const DTensorLayout>(std::move(mesh), std::move(placements), std::move(sizes)), std::move(local),
+      std::move(fqn));
 }
 
 Tensor make_dtensor_like(const DTensorSpec& layout, Tensor local) {

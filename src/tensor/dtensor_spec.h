@@ -3,11 +3,13 @@
 // What makes a Tensor a DTensor. See Note [A DTensor is a marked tensor] in dtensor_spec.cpp.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,8 +41,7 @@ std::vector<Box> chunks_at(at::IntArrayRef sizes, const DeviceMesh& mesh, const 
                            const std::vector<int64_t>& coordinate);
 /// Shape of the local tensor of that rank.
 std::vector<int64_t> local_shape_at(at::IntArrayRef sizes, const DeviceMesh& mesh,
-                                    const std::vector<Placement>& placements,
-                                    const std::vector<int64_t>& coordinate);
+                                    const std::vector<Placement>& placements, const std::vector<int64_t>& coordinate);
 
 /// Checks one placement per axis and dims in range; negative dims become positive.
 std::vector<Placement> normalize_placements(std::vector<Placement> placements, const DeviceMesh& mesh,
@@ -76,7 +77,7 @@ struct DTensorSpec : c10::BackendMeta {
   }
 
   const std::shared_ptr<const DTensorLayout> layout;
-  const DeviceMesh& mesh;                   // of the layout
+  const DeviceMesh& mesh;                    // of the layout
   const std::vector<Placement>& placements;  // one per mesh axis
   const std::vector<int64_t>& sizes;         // global
   Tensor local;                              // plain, no DTensor key, never requires grad
@@ -88,9 +89,7 @@ struct DTensorSpec : c10::BackendMeta {
 };
 
 /// O(1): carries the key.
-inline bool is_marked(const Tensor& tensor) {
-  return tensor.defined() && tensor.key_set().has(kDTensorKey);
-}
+inline bool is_marked(const Tensor& tensor) { return tensor.defined() && tensor.key_set().has(kDTensorKey); }
 /// Null if `tensor` is not a DTensor. A marked tensor without a spec is our own bug and throws.
 DTensorSpec* spec_of(const Tensor& tensor);
 /// The plain local part; throws kInvalidArgument if `tensor` is not a DTensor.
@@ -113,6 +112,14 @@ std::vector<int64_t> coordinate_of_this_rank(const DeviceMesh& mesh);
 
 /// "'fc.weight' (DTensor [17, 5], [Shard(0)])" for messages.
 std::string describe(const DTensorSpec& spec);
+
+/// With InferenceMode on, new tensors could never take part in training afterwards.
+struct LeaveInferenceMode {
+  LeaveInferenceMode() {
+    if (c10::InferenceMode::is_enabled()) off.emplace(false);
+  }
+  std::optional<c10::InferenceMode> off;
+};
 
 /// Library code that touches locals or swaps data runs under this guard: operators inside bypass the DTensor fallback.
 struct BelowDTensor {

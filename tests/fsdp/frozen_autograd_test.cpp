@@ -369,6 +369,51 @@ RANKS_TEST(Autograd, HooksOnFinalGradientsRunOncePerBackward, 2) {
   }
 }
 
+// ----- gradients inside of forward -----------------------------------------------------------------------------------
+
+/// Uses the gradient of an energy with respect to its own input, as force fields do, and its parameters after that.
+struct ForceImpl : torch::nn::Module {
+  ForceImpl() {
+    energy = register_module("energy", torch::nn::Linear(kDim, kDim));
+    out = register_module("out", torch::nn::Linear(kDim, kDim));
+  }
+  Tensor forward(const Tensor& x) {
+    const Tensor force = torch::autograd::grad({energy(x).pow(3).sum()}, {x}, {}, true, true)[0];
+    return torch::tanh(x + out(energy(force)));
+  }
+  torch::nn::Linear energy{nullptr}, out{nullptr};
+};
+FSDP2_MODULE(Force);
+
+struct ForcesImpl : torch::nn::Module {
+  ForcesImpl() {
+    for (int i = 0; i < 3; ++i) layers.push_back(register_module("layer" + std::to_string(i), Force()));
+    head = register_module("head", torch::nn::Linear(kDim, 1));
+  }
+  Tensor forward(Tensor x) {
+    for (Force& layer : layers) x = layer(x);
+    return head(x);
+  }
+  std::vector<Force> layers;
+  torch::nn::Linear head{nullptr};
+};
+FSDP2_MODULE(Forces);
+
+RANKS_TEST(Autograd, AGradientOfTheInputInsideForward, 2) {
+  for (const bool reshard : {true, false}) {
+    torch::manual_seed(42);
+    auto [reference, model] = make_twins<Forces>();
+    for (Force& layer : model->layers) fully_shard(layer, {.reshard_after_forward = reshard});
+    fully_shard(model);
+    torch::manual_seed(8);
+    auto loss_of = [model = model, reference = reference](bool sharded, Tensor x, int) mutable {
+      x.requires_grad_();
+      return sharded ? model(x).sum() : reference(x).sum();
+    };
+    expect_same_steps(*model, *reference, rank, 3, reshard ? "reshard" : "keep", loss_of);
+  }
+}
+
 RANKS_TEST(Autograd, AnOptimizerInTheHookEqualsOneAfterBackward, 2) {
   for (const bool offload : {false, true}) {
     torch::manual_seed(42);

@@ -139,6 +139,36 @@ RANKS_TEST(Memory, AModuleUsedTwiceReducesOnceWithTheSum, 2) {
   EXPECT_LE(max_difference(whole(stack->blocks[1]->first->weight.grad()), expected), 1e-6);
 }
 
+/// Experts that all take the same tensor, which a module before them made.
+struct ExpertsImpl : torch::nn::Module {
+  ExpertsImpl() {
+    for (int i = 0; i < 5; ++i) parts.push_back(register_module("p" + std::to_string(i), Probed()));
+  }
+  Tensor forward(const Tensor& x) {
+    const Tensor hidden = parts[0](x);
+    Tensor sum = hidden;
+    for (size_t i = 1; i < parts.size(); ++i) sum = sum + parts[i](hidden);
+    return sum;
+  }
+  std::vector<Probed> parts;
+};
+FSDP2_MODULE(Experts);
+
+RANKS_TEST(Memory, ModulesThatTakeOneTensorAreFreedEachAfterItsBackward, 2) {
+  Seen backward;
+  torch::manual_seed(0);
+  Experts experts;
+  for (Probed& part : experts->parts) {
+    part->probe.backward = &backward;
+    fsdp2::fully_shard(part);
+  }
+  fsdp2::fully_shard(experts);
+  fsdp2::reset_counters();
+  experts(torch::randn({2, kDim})).sum().backward();
+  EXPECT_EQ(backward.bytes, std::vector<int64_t>(5, kLayerBytes));
+  EXPECT_EQ(backward.reduce_scatters, (std::vector<int64_t>{0, 1, 2, 3, 4}));
+}
+
 RANKS_TEST(Memory, DeletingAModelFreesEverything, 2) {
   {
     Seen forward, backward;
