@@ -73,7 +73,7 @@ void FSDPParam::set_fqn(std::string fqn) {
                             " was used after it was freed: it is resharded now. Use it inside the module's forward, or "
                             "call unshard() first");
   if (sharded_.defined()) {
-    spec_of(sharded_)->fqn = fqn_;
+    spec_->fqn = fqn_;
   }
 }
 
@@ -94,6 +94,7 @@ Tensor FSDPParam::local_view_of(const Tensor& slot) const {
 
 void FSDPParam::set_sharded(Tensor local) {
   sharded_ = make_dtensor(std::move(local), mesh_, placements_, global_sizes_, fqn_);
+  spec_ = spec_of(sharded_);
   whole_ = Tensor();
   whole_is_shard_ = false;
   if (const Tensor alive = param(); alive.defined() && shown_ == Shown::kSharded) {

@@ -40,7 +40,7 @@ class FSDPParam {
   at::ScalarType orig_dtype() const { return sharded_spec().local.scalar_type(); }
   /// Where the shard lives.
   c10::Device device() const { return sharded_spec().local.device(); }
-  const DTensorSpec& sharded_spec() const { return *spec_of(sharded_); }
+  const DTensorSpec& sharded_spec() const { return *spec_; }
   const Tensor& local() const { return sharded_spec().local; }
   /// Of a whole gradient before any reduction, and of one that is summed over the shards only.
   const std::vector<Placement>& unreduced_placements() const { return unreduced_placements_; }
@@ -101,9 +101,10 @@ class FSDPParam {
   std::vector<int64_t> sizes_, global_sizes_;  // of the whole parameter here; of the DTensor
   int64_t shard_dim_ = 0, parts_ = 1, own_part_ = 0;
   ShardGeometry geometry_;
-  Tensor sharded_;  // a DTensor: the data of the parameter while sharded
-  Tensor whole_;    // plain: the data of the parameter while unsharded
-  Tensor part_;     // a DTensor: the data of the parameter between forward and backward with an integer reshard
+  Tensor sharded_;               // a DTensor: the data of the parameter while sharded
+  DTensorSpec* spec_ = nullptr;  // of sharded_
+  Tensor whole_;                 // plain: the data of the parameter while unsharded
+  Tensor part_;  // a DTensor: the data of the parameter between forward and backward with an integer reshard
   bool whole_is_shard_ = false;
   bool whole_is_borrowed_ = false;
   Shown shown_ = Shown::kSharded;
