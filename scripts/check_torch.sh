@@ -17,7 +17,7 @@ check() {
   scripts/make_environment.sh "$environment" "$exact"
 
   cmake -G Ninja -S . -B "$folder" -DCMAKE_BUILD_TYPE=Release \
-    "-DTORCH_ROOT=$PWD/$environment" -DFSDP2_BUILD_TESTS=OFF
+    "-DTORCH_ROOT=$PWD/$environment" -DFSDP2_BUILD_TESTS=OFF -DFSDP2_UNITY_BUILD=ON
   cmake --build "$folder" -j "${JOBS:-2}" --target programs benchmarks
 
   if ldd -r "$folder/lib/libfsdp2.so" | grep -E 'not found|undefined symbol'; then

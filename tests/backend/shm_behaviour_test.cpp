@@ -116,7 +116,9 @@ TEST(ShmAsync, AFutureOfADestroyedGroupHoldsTheError) {
       Tensors in{torch::zeros({5})};
       if (rank == 0) future = dropped->recv(in, 1, 0)->getFuture();
     }
-    if (rank == 0) EXPECT_TRUE(comes_true([&] { return future->completed() && future->hasError(); }));
+    if (rank == 0) {
+      EXPECT_TRUE(comes_true([&] { return future->completed() && future->hasError(); }));
+    }
     fsdp2::barrier();
   }));
 }
@@ -140,7 +142,9 @@ TEST(ShmAsync, AWaitEndsInTimeAndTheOperationGoesOn) {
     work->wait();
     message->wait();
     EXPECT_EQ(x[9].item<double>(), 3);
-    if (rank == 0) EXPECT_EQ(in[0][4].item<double>(), 7);
+    if (rank == 0) {
+      EXPECT_EQ(in[0][4].item<double>(), 7);
+    }
     fsdp2::barrier();  // the group works on
   }));
 }

@@ -84,7 +84,9 @@ RANKS_TEST(FullStateDict, TwoShardedAxesOfAMesh, 4) {
     EXPECT_TRUE(get_model_state_dict(grid, {.full_state_dict = true}).at("weight").tensor().equal(expected)) << where;
     const dcp::StateDict one = get_model_state_dict(grid, {.full_state_dict = true, .cpu_offload = true});
     EXPECT_EQ(one.size(), rank == 0 ? 1u : 0u);
-    if (rank == 0) EXPECT_TRUE(one.at("weight").tensor().equal(expected)) << where;
+    if (rank == 0) {
+      EXPECT_TRUE(one.at("weight").tensor().equal(expected)) << where;
+    }
     // And back: each rank takes its part of its own copy.
     Grid target;
     target->weight.data().zero_();
@@ -217,7 +219,9 @@ RANKS_TEST(FullStateDict, AGroupOfOwnForAModelOnSomeRanks, 3) {
   set_model_state_dict(net, rule_model(), {.full_state_dict = true});
   const dcp::StateDict state = get_model_state_dict(net, {.full_state_dict = true, .cpu_offload = true, .group = pair});
   EXPECT_EQ(state.empty(), rank == 2);
-  if (rank == 1) EXPECT_TRUE(same(state, rule_model()));
+  if (rank == 1) {
+    EXPECT_TRUE(same(state, rule_model()));
+  }
 }
 
 }  // namespace

@@ -259,7 +259,9 @@ TEST(Optim, ARefusedStepLeavesTheStateOfEarlierOnes) {
       EXPECT_EQ(optimizer->state().size(), size) << test.name;
       for (const auto& [key, state] : optimizer->state()) {
         EXPECT_EQ(key, stepped.unsafeGetTensorImpl());
-        if (auto* adam = dynamic_cast<AdamWParamState*>(state.get())) EXPECT_EQ(adam->step(), 1);
+        if (auto* adam = dynamic_cast<AdamWParamState*>(state.get())) {
+          EXPECT_EQ(adam->step(), 1);
+        }
       }
       sparse.mutable_grad().reset();
       optimizer->step();
