@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 #include <fsdp2/error.h>
 
+#include "backend/shm/copy.h"
 #include "backend/shm/sum.h"
 
 namespace fsdp2::detail {
@@ -22,6 +23,7 @@ namespace {
 
 constexpr size_t kSlotBytes = size_t{256} << 10;
 constexpr uint64_t kSlots = 16;
+constexpr size_t kPastCacheBytes = size_t{2} << 20;  // of the gradients of one reduction
 
 }  // namespace
 
@@ -62,6 +64,7 @@ StagedReduction::StagedReduction(std::shared_ptr<StagingRing> ring, std::vector<
               " ranks are too many for the ring of one host; use backend cpu:gloo");
   FSDP2_CHECK(!ring_->broken_, kUsage, "[fsdp] an earlier reduction failed while others were under way; start again");
   const int64_t numel = out_.numel();
+  past_cache_ = out_.nbytes() * static_cast<size_t>(ring_->ranks_) >= kPastCacheBytes;
   first_ = ring_->reserved_;
   count_ = static_cast<uint64_t>(std::max<int64_t>(1, (numel + per_chunk_ - 1) / per_chunk_));
   next_stage_ = first_;
@@ -145,8 +148,9 @@ void StagedReduction::stage_next() {
       const int64_t there = piece.gradient.defined() ? std::clamp<int64_t>(numel_of(piece, to) - begin, 0, length) : 0;
       if (there > 0) {
         const auto* from = static_cast<const std::byte*>(piece.gradient.const_data_ptr());
-        std::memcpy(part + static_cast<size_t>(at) * size, from + static_cast<size_t>(to * piece.chunk + begin) * size,
-                    static_cast<size_t>(there) * size);
+        shm::copy_bytes(part + static_cast<size_t>(at) * size,
+                        from + static_cast<size_t>(to * piece.chunk + begin) * size, static_cast<size_t>(there) * size,
+                        past_cache_);
       }
       std::memset(part + static_cast<size_t>(at + there) * size, 0, static_cast<size_t>(length - there) * size);
     });
@@ -200,7 +204,7 @@ void StagedReduction::add_up(std::byte* out, const std::vector<std::pair<int, co
     converted.push_back(at::from_blob(const_cast<std::byte*>(data), {count}, at::TensorOptions(given)).to(dtype));
     addresses.back() = converted.back().const_data_ptr();
   }
-  shm::sum_in_order(out, out_.scalar_type(), addresses, dtype, count, divisor_);
+  shm::sum_in_order(out, out_.scalar_type(), addresses, dtype, count, divisor_, past_cache_);
 }
 
 /// Every rank sees the same headers, and goes on behind the longest of the reductions.

@@ -76,6 +76,7 @@ class StagedReduction {
   std::string label_;
   uint64_t first_, count_, next_stage_;  // chunks: number of the first, how many, the next to stage
   int64_t per_chunk_;                    // elements
+  bool past_cache_ = false;              // what it writes leaves the cache before it is read
   bool done_ = false, agreed_ = true;
 };
 
