@@ -2,6 +2,7 @@
 
 // What differs between the supported libtorch releases, and nothing else.
 
+#include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/version.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -39,6 +40,23 @@ inline bool has_backend(const c10d::ProcessGroup& group, c10::DeviceType device)
   }
   return false;
 }
+
+// After release_data_and_set_meta_custom_data_ptr_error_msg_(). Before 2.13 nothing takes its flag back, and the member
+// is private: but an explicit instantiation may name it.
+#if FSDP2_TORCH_AT_LEAST(2, 13)
+inline void allow_data_access(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
+#else
+template <auto kFlag, auto kRefresh>
+struct StorageFlags {
+  friend void allow_data_access(c10::StorageImpl& storage) {
+    storage.*kFlag = false;
+    (storage.*kRefresh)();
+  }
+};
+template struct StorageFlags<&c10::StorageImpl::throw_on_immutable_data_ptr_,
+                             &c10::StorageImpl::refresh_has_data_ptr_check>;
+void allow_data_access(c10::StorageImpl& storage);
+#endif
 
 // 2.13 holds autograd nodes by intrusive_ptr, earlier releases by shared_ptr.
 #if FSDP2_TORCH_AT_LEAST(2, 13)

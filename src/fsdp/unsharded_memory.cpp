@@ -10,6 +10,8 @@
 
 #include <fsdp2/error.h>
 
+#include "torch_compat.h"
+
 namespace fsdp2::detail {
 
 namespace {
@@ -69,14 +71,14 @@ void acquire_unsharded(const Tensor& whole) {
   auto* block = new Block{storage->allocator()->allocate(static_cast<size_t>(bytes)), bytes};
   count(bytes);
   void* data = block->data.get();
-  storage->clear_data_ptr_access_error_msg_();
+  allow_data_access(*storage);
   storage->set_data_ptr_noswap(c10::DataPtr(data, block, &delete_block, whole.device()));
 }
 
 void borrow_unsharded(const Tensor& whole, void* data) {
   c10::StorageImpl* storage = whole.storage().unsafeGetStorageImpl();
   count(static_cast<int64_t>(storage->nbytes()));
-  storage->clear_data_ptr_access_error_msg_();
+  allow_data_access(*storage);
   storage->set_data_ptr_noswap(c10::DataPtr(data, whole.device()));
 }
 
@@ -88,7 +90,7 @@ void release_borrowed(const Tensor& whole, const std::string& message) {
 void release_unsharded(const Tensor& whole, const std::string& message) {
   c10::StorageImpl* storage = whole.storage().unsafeGetStorageImpl();
   const size_t bytes = storage->nbytes();
-  storage->clear_data_ptr_access_error_msg_();
+  allow_data_access(*storage);
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, whole.device()));
   storage->set_nbytes(bytes);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
