@@ -33,6 +33,12 @@ inline c10::intrusive_ptr<c10d::Work> c10d_reduce_scatter(c10d::ProcessGroup& gr
 #endif
 }
 
+#if FSDP2_TORCH_AT_LEAST(2, 13)
+inline constexpr auto kReduceScatterCoalesced = c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+#else
+inline constexpr auto kReduceScatterCoalesced = c10d::OpType::COALESCED;
+#endif
+
 /// 2.13 has hasBackendForDeviceType() for it.
 inline bool has_backend(const c10d::ProcessGroup& group, c10::DeviceType device) {
   for (const c10::Device& each : group.getDeviceTypes()) {

@@ -21,6 +21,7 @@
 #include "backend/shm/host.h"
 #include "backend/shm/shm_backend.h"
 #include "backend/shm/sum.h"
+#include "torch_compat.h"
 
 namespace fsdp2::detail {
 
@@ -312,7 +313,7 @@ class TwoLevelBackend : public c10d::Backend {
         return levels_->all->reduce_scatter_tensor_coalesced(outputs, inputs, options);
       }
     }
-    return submit(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, options.asyncOp,
+    return submit(kReduceScatterCoalesced, outputs, options.asyncOp,
                   [outputs, inputs, op = options.reduceOp](const Levels& levels) {
                     for (size_t i = 0; i < inputs.size(); ++i) {
                       detail::reduce_scatter(levels, outputs[i], inputs[i], op);

@@ -325,7 +325,7 @@ c10::intrusive_ptr<c10d::Work> ShmBackend::reduce_scatter_tensor_coalesced(Tenso
     collective.out.add(whole(outputs[i]));
     collective.call = reducing_call(Kind::kReduceScatter, outputs[i], collective.out.bytes(), options.reduceOp);
   }
-  return submit(OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(collectives), inputs, outputs, options);
+  return submit(kReduceScatterCoalesced, std::move(collectives), inputs, outputs, options);
 }
 
 namespace {
