@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -34,13 +35,13 @@ struct PostBackward : torch::autograd::Node {
 };
 
 struct PreBackward : torch::autograd::FunctionPreHook {
-  PreBackward(std::weak_ptr<ModuleState> state, const TrainingContext& context)
-      : state_(std::move(state)), context_(&context), forwards_(context.forwards) {}
+  PreBackward(std::weak_ptr<ModuleState> state, const TrainingContext& context, torch::autograd::Node* owner)
+      : state_(std::move(state)), context_(&context), forwards_(context.forwards), owner_(owner) {}
   variable_list operator()(const variable_list& gradients) override {
     if (const auto next = next_.lock(); next && next->in_backward()) {
       next->post_backward();
     }
-    if (const auto state = state_.lock()) {
+    if (const auto state = state_.lock(); state && owner_will_run()) {
       state->pre_backward();
     }
     return gradients;
@@ -50,11 +51,21 @@ struct PreBackward : torch::autograd::FunctionPreHook {
     return &context == context_ && context.forwards == forwards_;
   }
   void set_next(std::weak_ptr<ModuleState> next) { next_ = std::move(next); }
+  bool is_next(const std::shared_ptr<ModuleState>& state) const { return next_.lock() == state; }
 
  private:
+  /// Not where autograd only wants the gradient of this tensor, as for torch::autograd::grad with respect to it.
+  bool owner_will_run() const {
+    const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+    if (chosen == nullptr || chosen->empty()) return true;
+    const auto found = chosen->find(owner_);
+    return found != chosen->end() && found->second.needed_;
+  }
+
   std::weak_ptr<ModuleState> state_, next_;
   const TrainingContext* context_;  // to compare only
   uint64_t forwards_;
+  torch::autograd::Node* owner_;  // it owns this hook
 };
 
 bool takes_part(const at::Tensor* tensor) {
@@ -66,10 +77,10 @@ bool takes_part(const at::Tensor* tensor) {
 // one before as it is, that module's PreBackward runs at the right moment already: then the gradient of this tensor is
 // complete, so every node of the next module is done, and AccumulateGrad nodes that were ready ran first. Only the
 // first module to take the tensor, with no other in between: in backward its gradient is the last to come, so nothing
-// is kept longer.
+// is kept longer. Not for a view: in-place operators on the input would move the hook away from it.
 bool leave_it_to_pre_backward(const at::Tensor& input, const std::shared_ptr<ModuleState>& state) {
   const auto& node = input.grad_fn();
-  if (!node) {
+  if (!node || input.is_view()) {
     return false;
   }
   for (const auto& hook : node->tensor_pre_hooks()) {
@@ -130,8 +141,14 @@ void attach_pre_backward(const TensorPointers& outputs, const std::shared_ptr<Mo
       *tensor = tensor->view_as(*tensor);  // a leaf would keep the hook for ever
     }
     torch::autograd::Node* node = tensor->grad_fn().get();
-    if (std::find(hooked.begin(), hooked.end(), node) == hooked.end()) {
-      node->add_tensor_pre_hook(std::make_unique<PreBackward>(state, *state->context));
+    // The input itself, handed through: backward is done with the module there.
+    const bool is_input =
+        std::any_of(node->tensor_pre_hooks().begin(), node->tensor_pre_hooks().end(), [&](const auto& hook) {
+          const auto* before = dynamic_cast<const PreBackward*>(hook.get());
+          return before != nullptr && before->is_next(state);
+        });
+    if (!is_input && std::find(hooked.begin(), hooked.end(), node) == hooked.end()) {
+      node->add_tensor_pre_hook(std::make_unique<PreBackward>(state, *state->context, node));
       hooked.push_back(node);
     }
   }

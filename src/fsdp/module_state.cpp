@@ -382,7 +382,7 @@ void ModuleState::prefetch_backward() {
 
 void ModuleState::post_backward() {
   const ProfileRange range("FSDP::hooks");
-  buffer_cast.end();
+  if (depth_ == 0) buffer_cast.end();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
     (*group)->post_backward(/*at_end=*/false, /*reshards=*/depth_ == 0);
   }
@@ -393,7 +393,7 @@ bool ModuleState::in_backward() const {
 }
 
 void ModuleState::finish_backward() {
-  buffer_cast.end();
+  if (depth_ == 0) buffer_cast.end();
   forget_pass();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
     (*group)->post_backward(/*at_end=*/true, /*reshards=*/depth_ == 0);

@@ -414,6 +414,16 @@ RANKS_TEST(Autograd, AGradientOfTheInputInsideForward, 2) {
   }
 }
 
+RANKS_TEST(Autograd, AGradientOfTheInputInsideForwardGathersNothingMore, 2) {
+  torch::manual_seed(42);
+  Forces model;
+  for (Force& layer : model->layers) fully_shard(layer);
+  fully_shard(model);
+  fsdp2::reset_counters();
+  model(torch::ones({2, kDim}, torch::requires_grad()));
+  EXPECT_EQ(fsdp2::counters().all_gathers, 4);
+}
+
 RANKS_TEST(Autograd, AnOptimizerInTheHookEqualsOneAfterBackward, 2) {
   for (const bool offload : {false, true}) {
     torch::manual_seed(42);

@@ -169,6 +169,39 @@ RANKS_TEST(Memory, ModulesThatTakeOneTensorAreFreedEachAfterItsBackward, 2) {
   EXPECT_EQ(backward.reduce_scatters, (std::vector<int64_t>{0, 1, 2, 3, 4}));
 }
 
+/// A layer left out, as in stochastic depth: its output is its input.
+struct PassImpl : torch::nn::Module {
+  PassImpl() { weight = register_parameter("weight", torch::ones({kDim, kDim})); }
+  Tensor forward(const Tensor& x) { return x; }
+  Tensor weight;
+};
+FSDP2_MODULE(Pass);
+
+struct PassedImpl : torch::nn::Module {
+  PassedImpl() {
+    first = register_module("first", Probed());
+    left_out = register_module("left_out", Pass());
+    last = register_module("last", Probed());
+  }
+  Tensor forward(const Tensor& x) { return last(left_out(first(x))); }
+  Probed first{nullptr}, last{nullptr};
+  Pass left_out{nullptr};
+};
+FSDP2_MODULE(Passed);
+
+RANKS_TEST(Memory, AModuleThatHandsItsInputThroughIsNotGatheredForBackward, 2) {
+  Seen backward;
+  Passed model;
+  model->first->probe.backward = model->last->probe.backward = &backward;
+  fsdp2::fully_shard(model->first);
+  fsdp2::fully_shard(model->left_out);
+  fsdp2::fully_shard(model->last);
+  fsdp2::fully_shard(model);
+  fsdp2::reset_counters();
+  model(torch::randn({2, kDim})).sum().backward();
+  EXPECT_EQ(backward.bytes, std::vector<int64_t>(2, kLayerBytes));
+}
+
 RANKS_TEST(Memory, DeletingAModelFreesEverything, 2) {
   {
     Seen forward, backward;
