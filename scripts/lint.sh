@@ -26,12 +26,6 @@ if [ $# = 0 ]; then
   mapfile -t files < <(git ls-files 'src/*.cpp' 'tools/*.cpp' | grep -v 'backend/nccl.cpp')
   set -- "${files[@]}"
 fi
-
-# Every public header by itself.
-git ls-files 'include/*.h' | sed 's|^include/||' | xargs -P "${JOBS:-2}" -I{} sh -c \
-  'echo "#include <{}>" | c++ -std=c++20 -fsyntax-only -Wall -Wextra -Werror -Iinclude -isystem "$0/include" \
-    -isystem "$0/include/torch/csrc/api/include" -x c++ -' "$torch_root" || status=1
-
 printf '%s\n' "$@" |
   xargs -P "${JOBS:-2}" -n 1 "$tool" -p build/lint --quiet --extra-arg=-Wno-unknown-warning-option || status=1
 exit $status
