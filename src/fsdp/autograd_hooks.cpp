@@ -72,6 +72,16 @@ bool takes_part(const at::Tensor* tensor) {
   return tensor->defined() && tensor->requires_grad() && !is_marked(*tensor);
 }
 
+/// The first of this library's hooks on the node that `fits`; null where none does.
+template <class Fits>
+PreBackward* find_hook(torch::autograd::Node& node, Fits&& fits) {
+  for (const auto& hook : node.tensor_pre_hooks()) {
+    auto* ours = dynamic_cast<PreBackward*>(hook.get());
+    if (ours != nullptr && fits(*ours)) return ours;
+  }
+  return nullptr;
+}
+
 // Note [Post-backward without a node]
 // A node of its own costs autograd a third of what all hooks of a module do. Where a module takes the output of the
 // one before as it is, that module's PreBackward runs at the right moment already: then the gradient of this tensor is
@@ -83,14 +93,9 @@ bool leave_it_to_pre_backward(const at::Tensor& input, const std::shared_ptr<Mod
   if (!node || input.is_view()) {
     return false;
   }
-  for (const auto& hook : node->tensor_pre_hooks()) {
-    auto* before = dynamic_cast<PreBackward*>(hook.get());
-    if (before != nullptr && before->is_newest_of(*state->context)) {
-      before->set_next(state);
-      return true;
-    }
-  }
-  return false;
+  PreBackward* before = find_hook(*node, [&](const PreBackward& each) { return each.is_newest_of(*state->context); });
+  if (before != nullptr) before->set_next(state);
+  return before != nullptr;
 }
 
 }  // namespace
@@ -142,11 +147,7 @@ void attach_pre_backward(const TensorPointers& outputs, const std::shared_ptr<Mo
     }
     torch::autograd::Node* node = tensor->grad_fn().get();
     // The input itself, handed through: backward is done with the module there.
-    const bool is_input =
-        std::any_of(node->tensor_pre_hooks().begin(), node->tensor_pre_hooks().end(), [&](const auto& hook) {
-          const auto* before = dynamic_cast<const PreBackward*>(hook.get());
-          return before != nullptr && before->is_next(state);
-        });
+    const bool is_input = find_hook(*node, [&](const PreBackward& each) { return each.is_next(state); }) != nullptr;
     if (!is_input && std::find(hooked.begin(), hooked.end(), node) == hooked.end()) {
       node->add_tensor_pre_hook(std::make_unique<PreBackward>(state, *state->context, node));
       hooked.push_back(node);

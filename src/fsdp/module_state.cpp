@@ -382,9 +382,9 @@ void ModuleState::prefetch_backward() {
 
 void ModuleState::post_backward() {
   const ProfileRange range("FSDP::hooks");
-  if (depth_ == 0) buffer_cast.end();
+  if (!in_forward()) buffer_cast.end();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
-    (*group)->post_backward(/*at_end=*/false, /*reshards=*/depth_ == 0);
+    (*group)->post_backward(/*at_end=*/false, /*reshards=*/!in_forward());
   }
 }
 
@@ -393,10 +393,10 @@ bool ModuleState::in_backward() const {
 }
 
 void ModuleState::finish_backward() {
-  if (depth_ == 0) buffer_cast.end();
+  if (!in_forward()) buffer_cast.end();
   forget_pass();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
-    (*group)->post_backward(/*at_end=*/true, /*reshards=*/depth_ == 0);
+    (*group)->post_backward(/*at_end=*/true, /*reshards=*/!in_forward());
   }
 }
 
