@@ -47,6 +47,9 @@ FSDPParam::FSDPParam(const Tensor& param, std::string fqn, const DataParallelMes
   if (mesh.replicate_axis) partial_sum_placements_[*mesh.replicate_axis] = Partial{};
   unreduced_placements_ = partial_sum_placements_;
   if (mesh.shard_axis) unreduced_placements_[*mesh.shard_axis] = Partial{};
+  local_sizes_ = sizes_;
+  local_sizes_[static_cast<size_t>(shard_dim)] =
+      chunk_range(sizes_[static_cast<size_t>(shard_dim)], parts_, own_part_).length;
   for (int64_t dim = 0; dim < static_cast<int64_t>(sizes_.size()); ++dim) {
     (dim < shard_dim ? geometry_.outer : dim == shard_dim ? geometry_.rows : geometry_.inner) *= sizes_[dim];
   }
@@ -82,13 +85,11 @@ Tensor FSDPParam::own_rows_of(const Tensor& whole) const {
   return whole.narrow(shard_dim_, own.offset, own.length);
 }
 
-Tensor FSDPParam::local_view_of(const Tensor& slot) const {
-  std::vector<int64_t> shape = sizes_;
-  shape[static_cast<size_t>(shard_dim_)] = chunk_range(geometry_.rows, parts_, own_part_).length;
+Tensor FSDPParam::local_view_of(const Tensor& flat, int64_t offset) const {
   // Not by operators: a version counter of its own, so that edits of one parameter are told from another's.
-  Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(slot.storage()), slot.key_set(), slot.dtype());
-  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
-  view.unsafeGetTensorImpl()->set_storage_offset(slot.storage_offset());
+  Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(flat.storage()), flat.key_set(), flat.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(local_sizes_);
+  view.unsafeGetTensorImpl()->set_storage_offset(flat.storage_offset() + offset);
   return view;
 }
 

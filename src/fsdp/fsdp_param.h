@@ -47,8 +47,8 @@ class FSDPParam {
   const std::vector<Placement>& partial_sum_placements() const { return partial_sum_placements_; }
   /// This rank's rows of `whole`, which has sizes().
   Tensor own_rows_of(const Tensor& whole) const;
-  /// The local part as a view of `slot`, a flat buffer of padded_numel elements.
-  Tensor local_view_of(const Tensor& slot) const;
+  /// The local part as a view of a flat buffer, where padded_numel elements from `offset` on are its own.
+  Tensor local_view_of(const Tensor& flat, int64_t offset) const;
 
   /// Makes `local` this rank's shard and the parameter a DTensor over it.
   void set_sharded(Tensor local);
@@ -98,7 +98,7 @@ class FSDPParam {
   std::string fqn_, freed_message_;
   DeviceMesh mesh_;
   std::vector<Placement> placements_, unreduced_placements_, partial_sum_placements_;
-  std::vector<int64_t> sizes_, global_sizes_;  // of the whole parameter here; of the DTensor
+  std::vector<int64_t> sizes_, local_sizes_, global_sizes_;  // of the whole parameter here; its shard; the DTensor
   int64_t shard_dim_ = 0, parts_ = 1, own_part_ = 0;
   ShardGeometry geometry_;
   Tensor sharded_;               // a DTensor: the data of the parameter while sharded

@@ -95,6 +95,7 @@ void GradientReduction::sort_into_buckets(const std::vector<std::pair<size_t, Te
     if (bucket == nullptr) {
       bucket = &buckets_.emplace_back();
       bucket->dtype = dtype;
+      bucket->members.reserve(gradients.size());
     }
     bucket->members.emplace_back(index, bucket->numel);
     bucket->numel += param.padded_numel();
@@ -133,6 +134,7 @@ bool GradientReduction::stage(Bucket& bucket, std::vector<std::pair<size_t, Tens
   std::optional<at::ScalarType> dtype;
   bool as_they_are = true;
   std::vector<StagedReduction::Piece> pieces;
+  pieces.reserve(bucket.members.size());
   uint64_t fingerprint = static_cast<uint64_t>(bucket.numel) ^ (static_cast<uint64_t>(bucket.dtype) << 56);
   for_members(bucket.members, gradients, [&](size_t index, int64_t, const Tensor& gradient) {
     if (gradient.defined()) {
@@ -144,7 +146,9 @@ bool GradientReduction::stage(Bucket& bucket, std::vector<std::pair<size_t, Tens
   });
   if (!dtype || !as_they_are || !sums_as(*dtype, bucket.dtype)) dtype = bucket.dtype;
   for (StagedReduction::Piece& piece : pieces) {
-    if (piece.gradient.defined()) piece.gradient = piece.gradient.to(*dtype).contiguous();
+    if (!piece.gradient.defined() || (piece.gradient.scalar_type() == *dtype && piece.gradient.is_contiguous()))
+      continue;
+    piece.gradient = piece.gradient.to(*dtype).contiguous();
   }
   // The pieces hold them now.
   for_members(bucket.members, gradients, [](size_t, int64_t, Tensor& gradient) { gradient = Tensor(); });
@@ -258,7 +262,7 @@ void GradientReduction::start_all_reduce(Bucket& bucket) {
     FSDPParam& param = group_->params_[index];
     if (Tensor alive = param.param(); alive.defined()) {
       if (const Tensor earlier = param.gradient.take_partial_sum(alive, param.fqn()); earlier.defined()) {
-        param.local_view_of(bucket.out.narrow(0, offset, param.padded_numel())).add_(earlier);
+        param.local_view_of(bucket.out, offset).add_(earlier);
       }
     }
   }
@@ -344,20 +348,21 @@ void GradientReduction::keep_partial_sums(Bucket& bucket) {
   for (const auto& [index, offset] : bucket.members) {
     FSDPParam& param = group_->params_[index];
     if (Tensor alive = param.param(); alive.defined()) {
-      param.gradient.keep_partial_sum(alive, param.local_view_of(bucket.out.narrow(0, offset, param.padded_numel())),
-                                      param.sharded_spec(), param.partial_sum_placements());
+      param.gradient.keep_partial_sum(alive, param.local_view_of(bucket.out, offset), param.sharded_spec(),
+                                      param.partial_sum_placements());
     }
   }
 }
 
 void GradientReduction::add_to_gradients(Bucket& bucket) {
   Tensor cast = bucket.out;
+  added_.reserve(added_.size() + bucket.members.size());
   for (const auto& [index, offset] : bucket.members) {
     FSDPParam& param = group_->params_[index];
     if (cast.scalar_type() != param.orig_dtype() || cast.device() != param.device()) {
       cast = bucket.out.to(param.device(), param.orig_dtype());
     }
-    add_to(param, param.local_view_of(cast.narrow(0, offset, param.padded_numel())));
+    add_to(param, param.local_view_of(cast, offset));
     added_.push_back(index);
   }
 }

@@ -22,7 +22,7 @@ void GradientSlot::begin(Tensor& param, const DTensorSpec& layout) {
       const DTensorSpec* spec = spec_of(slot);
       FSDP2_CHECK(
           spec != nullptr && spec->placements == layout.placements && spec->sizes == layout.sizes, kUsage,
-          "[fsdp] the gradient of parameter ", layout.fqn, " was replaced by ",
+          "[fsdp] the gradient of parameter ", layout.fqn.text(), " was replaced by ",
           spec == nullptr ? std::string("a plain tensor") : "a DTensor of layout " + to_string(spec->placements),
           "; expected none, or a DTensor laid out as the parameter, ", to_string(layout.placements),
           ": call zero_grad() first, or assign a DTensor of that layout");

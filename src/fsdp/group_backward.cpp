@@ -87,6 +87,7 @@ void ParamGroup::keep_pending() {
 void ParamGroup::reduce_all(bool all_reduce, bool reshards) {
   const bool several_replicas = mesh_.replicate_size > 1;
   std::vector<std::pair<size_t, Tensor>> gradients;
+  gradients.reserve(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     FSDPParam& param = params_[i];
     Tensor alive = param.param();

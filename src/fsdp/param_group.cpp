@@ -9,9 +9,9 @@
 #include <fsdp2/log.h>
 
 #include "backend/fake.h"
-#include "process/debug_level.h"
 #include "fsdp/leaf_slot.h"
 #include "module/written.h"
+#include "process/debug_level.h"
 
 namespace fsdp2::detail {
 
@@ -83,7 +83,7 @@ Tensor ParamGroup::shard_memory(int64_t numel, at::ScalarType dtype, c10::Device
 Tensor ParamGroup::lay_out(const ShardBuffer& buffer, size_t member) const {
   const FSDPParam& param = params_[buffer.members[member]];
   const Tensor slot = buffer.flat.narrow(0, buffer.offsets[member], param.padded_numel());
-  Tensor local = param.local_view_of(slot);
+  Tensor local = param.local_view_of(slot, 0);
   slot.narrow(0, local.numel(), slot.numel() - local.numel()).zero_();
   return can_share() && !local.is_meta() ? own_storage(local) : local;
 }

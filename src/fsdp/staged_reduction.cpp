@@ -160,7 +160,7 @@ void StagedReduction::stage_next() {
 }
 
 void StagedReduction::consume(uint64_t index) {
-  std::vector<std::pair<int, const std::byte*>> inputs;  // of ranks
+  Inputs inputs;
   const int64_t base = static_cast<int64_t>(index - first_) * per_chunk_;
   const auto size_of = [this](int rank) { return c10::elementSize(dtypes_[static_cast<size_t>(rank)]); };
   for_spans(index, [&](const Piece& piece, int64_t begin, int64_t length, int64_t at) {
@@ -189,13 +189,12 @@ void StagedReduction::consume(uint64_t index) {
 }
 
 /// Where the ranks' dtypes differ, in that of the sum, to which each rank would have converted.
-void StagedReduction::add_up(std::byte* out, const std::vector<std::pair<int, const std::byte*>>& inputs,
-                             int64_t count) const {
+void StagedReduction::add_up(std::byte* out, const Inputs& inputs, int64_t count) const {
   at::ScalarType dtype = dtype_;
   for (const auto& [rank, data] : inputs) {
     if (dtypes_[static_cast<size_t>(rank)] != dtype_) dtype = out_.scalar_type();
   }
-  std::vector<const void*> addresses;
+  c10::SmallVector<const void*, kFewRanks> addresses;
   std::vector<at::Tensor> converted;
   for (const auto& [rank, data] : inputs) {
     addresses.push_back(data);

@@ -3,11 +3,13 @@
 // Reduce-scatter from gradients where they lie. Note [Reductions through a ring] in the .cpp.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/shm/shm_backend.h"
@@ -60,7 +62,9 @@ class StagedReduction {
   void complete();
   void stage_next();
   void consume(uint64_t index);
-  void add_up(std::byte* out, const std::vector<std::pair<int, const std::byte*>>& inputs, int64_t count) const;
+  static constexpr unsigned kFewRanks = 8;
+  using Inputs = c10::SmallVector<std::pair<int, const std::byte*>, kFewRanks>;  // of ranks
+  void add_up(std::byte* out, const Inputs& inputs, int64_t count) const;
   bool ranks_agree();
   template <class Use>
   void for_spans(uint64_t index, Use&& use) const;

@@ -35,20 +35,25 @@ const Entry* live_entry(const Registry& all, const torch::nn::Module& module) {
   return found == all.entries.end() || found->second.module.expired() ? nullptr : &found->second;
 }
 
-/// In module order, each once: those of a list are one.
+/// In module order, each once: those of a list are one. Called in every step, so most modules, which have neither a
+/// state nor children, are not remembered.
 struct StateWalk {
+  Registry& all = registry();
+  const std::shared_lock<std::shared_mutex> lock{all.mutex};
   std::unordered_set<const torch::nn::Module*> seen;
   std::unordered_set<const ModuleState*> found;
   std::vector<std::shared_ptr<ModuleState>> states;
 
   void visit(const torch::nn::Module& module) {
-    if (!seen.insert(&module).second) {
+    const auto children = module.children();
+    const Entry* entry = live_entry(all, module);
+    if ((children.empty() && entry == nullptr) || !seen.insert(&module).second) {
       return;
     }
-    if (auto state = state_of(module); state && found.insert(state.get()).second) {
-      states.push_back(std::move(state));
+    if (entry != nullptr && found.insert(entry->state.get()).second) {
+      states.push_back(entry->state);
     }
-    for (const auto& child : module.children()) {
+    for (const auto& child : children) {
       visit(*child);
     }
   }

@@ -176,6 +176,7 @@ void TrainingContext::finish_backward() {
 void TrainingContext::reduce(const std::shared_ptr<ParamGroup>& group,
                              std::vector<std::pair<size_t, at::Tensor>> gradients, bool all_reduce) {
   std::vector<size_t> indices;
+  indices.reserve(gradients.size());
   for (const auto& [index, gradient] : gradients) indices.push_back(index);
   reduced_any_ = true;
   const bool compared = reductions->start(group, std::move(gradients), all_reduce, max_input_buffers);

@@ -7,6 +7,7 @@
 #include <ATen/ops/add_ops.h>
 #include <ATen/ops/addcdiv_ops.h>
 #include <ATen/ops/addcmul_ops.h>
+#include <ATen/ops/detach_ops.h>
 #include <ATen/ops/div_ops.h>
 #include <ATen/ops/mul_ops.h>
 #include <ATen/ops/sqrt_ops.h>
@@ -69,6 +70,12 @@ struct Elementwise<Op, Result(Args...)> {
   }
 };
 
+/// zero_grad() calls it for every gradient. As run_on_marked.
+Tensor& detach_marked_(Tensor& self) {
+  const BelowDTensor below;
+  return at::_ops::detach_::call(self);
+}
+
 template <class Op, class Schema = typename Op::schema>
 struct Lists;
 
@@ -120,6 +127,7 @@ TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
   library.impl("mul.Scalar", TORCH_FN(Elementwise<at::_ops::mul_Scalar>::run));
   library.impl("mul_.Tensor", TORCH_FN(Elementwise<at::_ops::mul__Tensor>::run));
   library.impl("mul_.Scalar", TORCH_FN(Elementwise<at::_ops::mul__Scalar>::run));
+  library.impl("detach_", TORCH_FN(detach_marked_));
   library.impl("div.Tensor", TORCH_FN(Elementwise<at::_ops::div_Tensor>::run));
   library.impl("div.Scalar", TORCH_FN(Elementwise<at::_ops::div_Scalar>::run));
   library.impl("addcmul_", TORCH_FN(Elementwise<at::_ops::addcmul_>::run));

@@ -242,7 +242,7 @@ DTensorSpec::DTensorSpec(DeviceMesh mesh_in, std::vector<Placement> placements_i
           std::make_shared<const DTensorLayout>(std::move(mesh_in), std::move(placements_in), std::move(sizes_in)),
           std::move(local_in), std::move(fqn_in)) {}
 
-DTensorSpec::DTensorSpec(std::shared_ptr<const DTensorLayout> layout_in, Tensor local_in, std::string fqn_in)
+DTensorSpec::DTensorSpec(std::shared_ptr<const DTensorLayout> layout_in, Tensor local_in, SharedName fqn_in)
     : layout(std::move(layout_in)),
       mesh(layout->mesh),
       placements(layout->placements),
@@ -276,7 +276,7 @@ Tensor make_dtensor_result(const DTensorSpec& like, Tensor local) {
   return new_marked_tensor(c10::make_intrusive<DTensorSpec>(like.layout, std::move(local), like.fqn));
 }
 
-Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor local, std::string fqn) {
+Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor local, SharedName fqn) {
   const LeaveInferenceMode off;
   local = checked_local(*layout, std::move(local), fqn);
   auto spec = c10::make_intrusive<DTensorSpec>(std::move(layout), std::move(local), std::move(fqn));
@@ -314,7 +314,7 @@ std::vector<int64_t> coordinate_of_this_rank(const DeviceMesh& mesh) {
 }
 
 std::string describe(const DTensorSpec& spec) {
-  return c10::str(spec.fqn.empty() ? std::string("an unnamed DTensor") : "'" + spec.fqn + "'", " (DTensor ",
+  return c10::str(spec.fqn.empty() ? std::string("an unnamed DTensor") : "'" + spec.fqn.text() + "'", " (DTensor ",
                   c10::IntArrayRef(spec.sizes), ", ", to_string(spec.placements), ")");
 }
 

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fsdp2/device_mesh.h>
@@ -66,12 +67,29 @@ struct DTensorLayout {
   std::vector<int64_t> sharded_axes() const;
 };
 
+/// A name that every result of an operator carries on: a copy counts instead of allocating.
+class SharedName {
+ public:
+  SharedName(std::string text = {})
+      : text_(text.empty() ? nullptr : std::make_shared<const std::string>(std::move(text))) {}
+  SharedName(const char* text) : SharedName(std::string(text)) {}
+  operator const std::string&() const { return text(); }
+  const std::string& text() const {
+    static const std::string none;
+    return text_ == nullptr ? none : *text_;
+  }
+  bool empty() const { return text_ == nullptr; }
+
+ private:
+  std::shared_ptr<const std::string> text_;
+};
+
 /// Layout plus this rank's data; hangs on the TensorImpl as its backend meta. Immutable but for `local`
 /// and `fqn`; tensors that alias each other (detach, .data()) share it or hold an equal one with the same `local`.
 struct DTensorSpec : c10::BackendMeta {
   DTensorSpec(DeviceMesh mesh, std::vector<Placement> placements, std::vector<int64_t> sizes, Tensor local,
               std::string fqn);
-  DTensorSpec(std::shared_ptr<const DTensorLayout> layout, Tensor local, std::string fqn);
+  DTensorSpec(std::shared_ptr<const DTensorLayout> layout, Tensor local, SharedName fqn);
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& self) const override {
     return self;
   }
@@ -81,7 +99,7 @@ struct DTensorSpec : c10::BackendMeta {
   const std::vector<Placement>& placements;  // one per mesh axis
   const std::vector<int64_t>& sizes;         // global
   Tensor local;                              // plain, no DTensor key, never requires grad
-  std::string fqn;                           // of the parameter, for messages; may be empty
+  SharedName fqn;                            // of the parameter, for messages; may be empty
 
   bool has_partial() const { return layout->partial; }
   bool same_layout(const DTensorSpec& other) const;  // mesh, placements and sizes
@@ -103,7 +121,7 @@ Tensor make_dtensor_like(const DTensorSpec& layout, Tensor local);
 /// The same for results of operators: `local` is known to be plain and to fit, and the text for storage access is
 /// libtorch's, which costs less.
 Tensor make_dtensor_result(const DTensorSpec& like, Tensor local);
-Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor local, std::string fqn);
+Tensor make_dtensor_over(std::shared_ptr<const DTensorLayout> layout, Tensor local, SharedName fqn);
 /// Another tensor over the same spec (what detach() and .data() give).
 Tensor make_dtensor_alias(const Tensor& marked);
 

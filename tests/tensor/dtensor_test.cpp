@@ -112,7 +112,7 @@ RANKS_TEST(DTensor, ParameterStaysOneTensorImpl, 2) {
   EXPECT_EQ(layer->weight.unsafeGetTensorImpl(), impl);
   EXPECT_TRUE(is_dtensor(layer->weight));
   EXPECT_TRUE(layer->weight.is_leaf() && layer->weight.requires_grad());
-  EXPECT_EQ(detail::spec_of(weight)->fqn, "weight");
+  EXPECT_EQ(detail::spec_of(weight)->fqn.text(), "weight");
   EXPECT_FSDP2_ERROR(distribute_parameter(layer, "wait", world_mesh(), {Shard{0}}), kNotFound, "weight, bias");
   EXPECT_FSDP2_ERROR(layer->forward(at::ones({2, 3})), kUsage, "'weight'");
   // And back onto plain data.
