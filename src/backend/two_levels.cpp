@@ -93,32 +93,46 @@ void reduce_parts(at::Tensor& out, const at::Tensor& parts, const Op& op, double
   }
 }
 
-template <class Options>
-Options reducing(const Op& op) {
-  Options options;
-  options.reduceOp = op == Op::AVG ? Op(Op::SUM) : op;
-  return options;
-}
+/// One operation, each step of which may take as long as the caller gave the whole of it.
+struct Call {
+  const Levels& levels;
+  std::chrono::milliseconds timeout;  // as in the options of c10d
 
-void all_gather(const Levels& levels, const at::Tensor& out, at::Tensor in) {
+  template <class Options>
+  Options options() const {
+    Options options;
+    options.timeout = timeout;
+    return options;
+  }
+  template <class Options>
+  Options reducing(const Op& op) const {
+    auto options = this->options<Options>();
+    options.reduceOp = op == Op::AVG ? Op(Op::SUM) : op;
+    return options;
+  }
+};
+
+void all_gather(const Call& call, const at::Tensor& out, at::Tensor in) {
+  const Levels& levels = call.levels;
   const int64_t hosts = levels.hosts(), places = levels.places();
   at::Tensor blocks = at::empty({hosts, in.numel()}, in.options());
   at::Tensor flat = blocks.view({-1});
-  levels.column->_allgather_base(flat, in, {})->wait();
+  levels.column->_allgather_base(flat, in, call.options<c10d::AllgatherOptions>())->wait();
   const at::Tensor rows = out.view({hosts * places, in.numel()});
   Tensors mine = blocks.unbind();
   TensorLists theirs(static_cast<size_t>(places));
   for (size_t place = 0; place < theirs.size(); ++place) {
     for (const std::vector<int>& of_host : levels.ranks) theirs[place].push_back(rows[of_host[place]]);
   }
-  levels.row->allgather_coalesced(theirs, mine, {})->wait();
+  levels.row->allgather_coalesced(theirs, mine, call.options<c10d::AllgatherOptions>())->wait();
 }
 
-void reduce_scatter(const Levels& levels, at::Tensor out, const at::Tensor& in, const Op& op) {
+void reduce_scatter(const Call& call, at::Tensor out, const at::Tensor& in, const Op& op) {
+  const Levels& levels = call.levels;
   const int64_t hosts = levels.hosts(), places = levels.places();
   const at::Tensor rows = in.view({hosts * places, out.numel()});
   at::Tensor sums = at::empty({2, hosts, out.numel()}, out.options());
-  const auto options = reducing<c10d::ReduceScatterOptions>(op);
+  const auto options = call.reducing<c10d::ReduceScatterOptions>(op);
   for (int64_t host = 0; host < hosts; ++host) {
     TensorLists parts(1);
     for (const int rank : levels.ranks[static_cast<size_t>(host)]) parts[0].push_back(rows[rank]);
@@ -127,13 +141,14 @@ void reduce_scatter(const Levels& levels, at::Tensor out, const at::Tensor& in, 
   }
   at::Tensor mine = sums[0], received = sums[1];
   std::vector<int64_t> equal;
-  levels.column->alltoall_base(received, mine, equal, equal, {})->wait();
+  levels.column->alltoall_base(received, mine, equal, equal, call.options<c10d::AllToAllOptions>())->wait();
   at::Tensor flat = out.view({-1});
   reduce_parts(flat, received, op, op == Op::AVG ? static_cast<double>(hosts * places) : 1.0);
 }
 
-void all_reduce(const Levels& levels, const at::Tensor& tensor, const Op& op) {
-  const auto options = reducing<c10d::AllreduceOptions>(op);
+void all_reduce(const Call& call, const at::Tensor& tensor, const Op& op) {
+  const Levels& levels = call.levels;
+  const auto options = call.reducing<c10d::AllreduceOptions>(op);
   const int64_t places = levels.places();
   const int64_t part = static_cast<int64_t>(tensor.nbytes()) <= kSmallBytes ? 0 : tensor.numel() / places;
   const at::Tensor flat = tensor.view({-1});
@@ -141,9 +156,9 @@ void all_reduce(const Levels& levels, const at::Tensor& tensor, const Op& op) {
     TensorLists parts(1);
     for (int64_t place = 0; place < places; ++place) parts[0].push_back(flat.narrow(0, place * part, part));
     Tensors sum{at::empty({part}, tensor.options())};
-    levels.row->reduce_scatter(sum, parts, reducing<c10d::ReduceScatterOptions>(op))->wait();
+    levels.row->reduce_scatter(sum, parts, call.reducing<c10d::ReduceScatterOptions>(op))->wait();
     levels.column->allreduce(sum, options)->wait();
-    levels.row->allgather(parts, sum, {})->wait();
+    levels.row->allgather(parts, sum, call.options<c10d::AllgatherOptions>())->wait();
   }
   if (part * places < flat.numel()) {
     Tensors rest{flat.narrow(0, part * places, flat.numel() - part * places)};
@@ -153,9 +168,10 @@ void all_reduce(const Levels& levels, const at::Tensor& tensor, const Op& op) {
   if (op == Op::AVG) flat.div_(static_cast<double>(levels.hosts() * places));
 }
 
-void broadcast(const Levels& levels, const at::Tensor& tensor, int64_t root) {
+void broadcast(const Call& call, const at::Tensor& tensor, int64_t root) {
+  const Levels& levels = call.levels;
   Tensors tensors{tensor};
-  c10d::BroadcastOptions in_column, in_row;
+  auto in_column = call.options<c10d::BroadcastOptions>(), in_row = in_column;
   for (size_t host = 0; host < levels.ranks.size(); ++host) {
     const std::vector<int>& of_host = levels.ranks[host];
     const auto found = std::find(of_host.begin(), of_host.end(), root);
@@ -167,10 +183,11 @@ void broadcast(const Levels& levels, const at::Tensor& tensor, int64_t root) {
   levels.row->broadcast(tensors, in_row)->wait();
 }
 
-void barrier(const Levels& levels) {
-  levels.row->barrier({})->wait();
-  levels.column->barrier({})->wait();
-  levels.row->barrier({})->wait();
+void barrier(const Call& call) {
+  const auto options = call.options<c10d::BarrierOptions>();
+  call.levels.row->barrier(options)->wait();
+  call.levels.column->barrier(options)->wait();
+  call.levels.row->barrier(options)->wait();
 }
 
 /// An operation of several steps, done by the group's thread.
@@ -283,14 +300,14 @@ class TwoLevelBackend : public c10d::Backend {
                 kInvalidArgument, "[process_group] all_gather got an output of ", output.numel(), " ",
                 output.scalar_type(), " and an input of ", input.numel(), " ", input.scalar_type(), " over ", getSize(),
                 " ranks");
-    return submit(c10d::OpType::_ALLGATHER_BASE, {output}, options.asyncOp,
-                  [output, input](const Levels& levels) { detail::all_gather(levels, output, input.view({-1})); });
+    return submit(c10d::OpType::_ALLGATHER_BASE, {output}, options,
+                  [output, input](const Call& call) { detail::all_gather(call, output, input.view({-1})); });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
-    return submit(c10d::OpType::ALLGATHER_COALESCED, outputs, options.asyncOp, [outputs, inputs](const Levels& levels) {
+    return submit(c10d::OpType::ALLGATHER_COALESCED, outputs, options, [outputs, inputs](const Call& call) {
       for (size_t i = 0; i < inputs.size(); ++i) {
-        detail::all_gather(levels, outputs[i], inputs[i].view({-1}));
+        detail::all_gather(call, outputs[i], inputs[i].view({-1}));
       }
     });
   }
@@ -301,10 +318,9 @@ class TwoLevelBackend : public c10d::Backend {
                 input.scalar_type(), " and an output of ", output.numel(), " ", output.scalar_type(), " over ",
                 getSize(), " ranks");
     if (!is_offered(options.reduceOp, input)) return levels_->all->_reduce_scatter_base(output, input, options);
-    return submit(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, options.asyncOp,
-                  [output, input, op = options.reduceOp](const Levels& levels) {
-                    detail::reduce_scatter(levels, output, input, op);
-                  });
+    return submit(
+        c10d::OpType::_REDUCE_SCATTER_BASE, {output}, options,
+        [output, input, op = options.reduceOp](const Call& call) { detail::reduce_scatter(call, output, input, op); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
@@ -313,10 +329,10 @@ class TwoLevelBackend : public c10d::Backend {
         return levels_->all->reduce_scatter_tensor_coalesced(outputs, inputs, options);
       }
     }
-    return submit(kReduceScatterCoalesced, outputs, options.asyncOp,
-                  [outputs, inputs, op = options.reduceOp](const Levels& levels) {
+    return submit(kReduceScatterCoalesced, outputs, options,
+                  [outputs, inputs, op = options.reduceOp](const Call& call) {
                     for (size_t i = 0; i < inputs.size(); ++i) {
-                      detail::reduce_scatter(levels, outputs[i], inputs[i], op);
+                      detail::reduce_scatter(call, outputs[i], inputs[i], op);
                     }
                   });
   }
@@ -325,21 +341,20 @@ class TwoLevelBackend : public c10d::Backend {
       return levels_->all->allreduce(tensors, options);
     }
     return submit(
-        c10d::OpType::ALLREDUCE, tensors, options.asyncOp,
-        [tensor = tensors[0], op = options.reduceOp](const Levels& levels) { detail::all_reduce(levels, tensor, op); });
+        c10d::OpType::ALLREDUCE, tensors, options,
+        [tensor = tensors[0], op = options.reduceOp](const Call& call) { detail::all_reduce(call, tensor, op); });
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     if (tensors.size() != 1 || !tensors[0].is_contiguous()) return levels_->all->broadcast(tensors, options);
     FSDP2_CHECK(options.rootRank >= 0 && options.rootRank < getSize(), kInvalidArgument,
                 "[process_group] broadcast got root ", options.rootRank, "; expected a rank of the group, 0 to ",
                 getSize() - 1);
-    return submit(c10d::OpType::BROADCAST, tensors, options.asyncOp,
-                  [tensor = tensors[0], root = options.rootRank](const Levels& levels) {
-                    detail::broadcast(levels, tensor, root);
-                  });
+    return submit(
+        c10d::OpType::BROADCAST, tensors, options,
+        [tensor = tensors[0], root = options.rootRank](const Call& call) { detail::broadcast(call, tensor, root); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return submit(c10d::OpType::BARRIER, {}, options.asyncOp, [](const Levels& levels) { detail::barrier(levels); });
+    return submit(c10d::OpType::BARRIER, {}, options, [](const Call& call) { detail::barrier(call); });
   }
 
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -387,12 +402,14 @@ class TwoLevelBackend : public c10d::Backend {
     return {levels_->row.get(), levels_->column.get(), levels_->all.get()};
   }
 
-  template <class Steps>
-  WorkPtr submit(c10d::OpType type, Tensors outputs, bool async, Steps steps) {
+  template <class Options, class Steps>
+  WorkPtr submit(c10d::OpType type, Tensors outputs, const Options& options, Steps steps) {
     auto task = c10::make_intrusive<Task>(getRank(), type, std::move(outputs),
-                                          [levels = levels_, steps = std::move(steps)] { steps(*levels); });
+                                          [levels = levels_, timeout = options.timeout, steps = std::move(steps)] {
+                                            steps(Call{*levels, timeout});
+                                          });
     worker_->add(task);
-    if (!async) task->wait();
+    if (!options.asyncOp) task->wait();
     return task;
   }
 

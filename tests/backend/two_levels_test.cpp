@@ -1,7 +1,9 @@
 // labels: ranks
 // Groups over several hosts (FSDP2_HOST_ID plays them): shared memory inside of each, Gloo between them.
 
+#include <chrono>
 #include <csignal>
+#include <thread>
 
 #include "fsdp/models.h"
 #include "support/ranks.h"
@@ -170,6 +172,32 @@ TEST(TwoLevels, AModelTrainsAsOnOneHost) {
   const Tensor one = losses("aaaa"), two = losses("aabb");
   EXPECT_TRUE(torch::allclose(one, two, 1e-6, 1e-7)) << one << two;
   EXPECT_FALSE(one[0].equal(one[2])) << one;
+}
+
+TEST(TwoLevels, ACallMayHaveATimeoutOfItsOwn) {
+  // Late are: a rank of the same host, or the other host.
+  for (const int first_late : {1, 2}) {
+    EXPECT_TRUE(ranks_on("aabb", [&](int rank) {
+      fsdp2::barrier();
+      const bool is_late = first_late == 1 ? rank == 1 : rank >= 2;
+      if (is_late) {
+        std::this_thread::sleep_for(std::chrono::seconds(4));
+        return;
+      }
+      std::vector<Tensor> tensors{torch::ones({10})};
+      c10d::AllreduceOptions options;
+      options.timeout = std::chrono::milliseconds(500);
+      const auto start = std::chrono::steady_clock::now();
+      std::string said;
+      try {
+        fsdp2::default_group()->allreduce(tensors, options)->wait();
+      } catch (const std::exception& error) {
+        said = error.what();
+      }
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(3)) << said;
+      EXPECT_NE(said, "");
+    }));
+  }
 }
 
 TEST(TwoLevels, ARankThatDiesIsNoticed) {
