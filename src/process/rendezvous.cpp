@@ -53,6 +53,12 @@ bool diagnose_from_environment() {
   return text == "1";
 }
 
+/// The variables that decide in which exchanges a rank takes part: ranks that differ would wait for each other.
+std::string exchange_settings() {
+  return c10::str("FSDP2_DEBUG ", environment("FSDP2_DEBUG").value_or("not set"), " and FSDP2_SHM_IN_PLACE ",
+                  environment("FSDP2_SHM_IN_PLACE") == "0" ? "0" : "not 0");
+}
+
 struct Address {
   std::string host;
   uint16_t port = 0;
@@ -123,16 +129,21 @@ std::string missing_ranks(c10d::Store& store, int world_size) {
   return c10::str(missing, " of ", world_size, " ranks never came: ", names, missing > 16 ? ", ..." : "");
 }
 
-/// Every rank shows up once, with the same world size, within the timeout.
+/// Every rank shows up once, with the same world size and settings, within the timeout.
 void check_in(c10d::Store& store, World& world) {
-  const std::string size_text = std::to_string(world.world_size);
+  const std::string size_text = std::to_string(world.world_size), settings = exchange_settings();
   if (store.add("first", 1) == 1) {
+    store.set("settings", settings);
     store.set("world_size", size_text);
   }
   const std::string agreed = store.get_to_str("world_size");
   if (agreed != size_text) {
     refuse(store, c10::str("rank ", world.rank, " was started with world size ", size_text, " but another rank with ",
                            agreed, "; WORLD_SIZE must be equal on all ranks"));
+  }
+  if (const std::string others = store.get_to_str("settings"); others != settings) {
+    refuse(store, c10::str("rank ", world.rank, " was started with ", settings, " but another rank with ", others,
+                           "; these variables must be equal on all ranks"));
   }
   if (store.add(c10::str("claims/", world.rank), 1) > 1) {
     refuse(store, c10::str("two processes claim rank ", world.rank, " of ", size_text,

@@ -81,6 +81,18 @@ TEST(Rendezvous, DifferentWorldSizesAreNamedOnEveryRank) {
   }, {.init_process_group = false}));
 }
 
+TEST(Rendezvous, DifferentSettingsAreNamedOnEveryRank) {
+  for (const auto* variable : {"FSDP2_DEBUG", "FSDP2_SHM_IN_PLACE"}) {
+    const TempDir folder;
+    ASSERT_TRUE(run_ranks(2, [&](int rank) {
+      if (rank == 1) ::setenv(variable, "0", 1);
+      EXPECT_FSDP2_ERROR(
+          fsdp2::init_process_group(options("file://" + folder.path() + "/store", rank, 2, milliseconds(5000))),
+          kInvalidArgument, "these variables must be equal on all ranks");
+    }, {.init_process_group = false}));
+  }
+}
+
 TEST(Rendezvous, TwoProcessesWithOneRankAreNamed) {
   const TempDir folder;
   ASSERT_TRUE(run_ranks(2,
