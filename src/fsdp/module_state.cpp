@@ -347,15 +347,13 @@ void ModuleState::pre_backward() {
     entered |= group->enter_backward();
   }
   buffer_cast.begin();  // autograd saved the buffers themselves: it must meet the dtype that forward saw
-  if (!entered) {
-    return;
-  }
   for (const auto& group : groups) {
     if (group->settings.unshard_in_backward) group->unshard();
   }
   for (const auto& group : groups) {
     if (group->settings.unshard_in_backward) group->wait_for_unshard();
   }
+  if (!entered) return;
   prefetch_backward();
   trace("backward", fqn_);
 }

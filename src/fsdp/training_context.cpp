@@ -122,11 +122,17 @@ void TrainingContext::enter_backward() {
   if (current == graph_task_) {
     return;
   }
+  // A node of the backward under way runs one of its own, as recomputation does: the outer one goes on with modules
+  // that are gathered, so its end is the end.
+  if (!backward_end_.expired()) {
+    return;
+  }
   graph_task_ = current;
   reduced_any_ = false;
   warn_of_second_root(current);
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [end = std::make_shared<BackwardEnd>(weak_from_this())] { end->run(); });
+  const auto end = std::make_shared<BackwardEnd>(weak_from_this());
+  backward_end_ = end;
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
   begin_in_place(/*only_changed=*/true);
 }
 
@@ -171,6 +177,7 @@ void TrainingContext::finish_backward() {
     note_first_step(shared_from_this());
   }
   graph_task_ = -1;  // last: a backward that threw is cleared up by the next forward
+  backward_end_.reset();
 }
 
 void TrainingContext::reduce(const std::shared_ptr<ParamGroup>& group,
@@ -320,6 +327,7 @@ void TrainingContext::note_hooks(const std::shared_ptr<ParamGroup>& group, size_
 
 void TrainingContext::reset() {
   graph_task_ = -1;
+  backward_end_.reset();
   abandon_in_place();
   reduced_.clear();
   hooks_at_end_.clear();

@@ -32,7 +32,8 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   std::shared_ptr<ReductionQueue> reductions;
   bool diagnose_due = false;  // FSDP2_DIAGNOSE=1: at the next forward of the root
 
-  /// Called by every hook in backward; the first one of a backward queues finish_backward for its end.
+  /// Called by every hook in backward; the first one of a backward queues finish_backward for its end, unless another
+  /// one is around it.
   void enter_backward();
   bool in_backward() const { return graph_task_ != -1; }
   // Note [Parameters in shared memory]
@@ -74,8 +75,9 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   void warn_of_second_root(int graph_task) const;
 
   std::string label_;
-  int graph_task_ = -1;       // autograd\'s number of the backward under way
-  bool reduced_any_ = false;  // in this backward
+  int graph_task_ = -1;                      // autograd's number of the backward under way, the outermost
+  std::weak_ptr<BackwardEnd> backward_end_;  // of that; gone once it ended, by an exception too
+  bool reduced_any_ = false;                 // in this backward
   bool first_step_over_ = false;
   std::vector<std::weak_ptr<ModuleState>> forward_order_;
   // Of this backward. Weak: groups hold this object.

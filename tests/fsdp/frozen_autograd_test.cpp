@@ -424,6 +424,60 @@ RANKS_TEST(Autograd, AGradientOfTheInputInsideForwardGathersNothingMore, 2) {
   EXPECT_EQ(fsdp2::counters().all_gathers, 4);
 }
 
+// ----- a backward inside of backward ---------------------------------------------------------------------------------
+
+/// Runs a module without recording it, and once more in backward, with a backward of its own.
+struct Recompute : torch::autograd::Function<Recompute> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, Block* layer) {
+    context->save_for_backward({x});
+    context->saved_data["layer"] = reinterpret_cast<int64_t>(layer);
+    return (*layer)(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    auto* layer = reinterpret_cast<Block*>(context->saved_data["layer"].toInt());
+    const Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    {
+      const at::AutoGradMode enable(true);
+      torch::autograd::backward({(*layer)(x)}, {gradients[0]});
+    }
+    return {x.grad(), Tensor()};
+  }
+};
+
+/// `front` is the root's own, and its backward needs its weight after those of the blocks.
+struct RecomputedImpl : torch::nn::Module {
+  RecomputedImpl() {
+    front = register_module("front", torch::nn::Linear(kDim, kDim));
+    for (int i = 0; i < 3; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(kDim)));
+    head = register_module("head", torch::nn::Linear(kDim, 1));
+  }
+  Tensor forward(Tensor x) {
+    x = torch::tanh(front(x));
+    for (Block& block : blocks) x = Recompute::apply(x, &block);
+    return head(x);
+  }
+  torch::nn::Linear front{nullptr};
+  std::vector<Block> blocks;
+  torch::nn::Linear head{nullptr};
+};
+FSDP2_MODULE(Recomputed);
+
+RANKS_TEST(Autograd, ABackwardInsideOfBackward, 2) {
+  for (const bool reshard : {true, false}) {
+    torch::manual_seed(42);
+    auto [reference, model] = make_twins<Recomputed>();
+    for (Block& block : model->blocks) fully_shard(block, {.reshard_after_forward = reshard});
+    fully_shard(model, {.reshard_after_forward = reshard});
+    torch::manual_seed(8);
+    auto loss_of = [model = model, reference = reference](bool sharded, Tensor x, int) mutable {
+      x.requires_grad_();
+      return sharded ? model(x).sum() : reference(x).sum();
+    };
+    expect_same_steps(*model, *reference, rank, 3, reshard ? "reshard" : "keep", loss_of);
+  }
+}
+
 RANKS_TEST(Autograd, AnOptimizerInTheHookEqualsOneAfterBackward, 2) {
   for (const bool offload : {false, true}) {
     torch::manual_seed(42);
