@@ -7,19 +7,14 @@
 #include <regex>
 #include <sstream>
 
-#include "support/ranks.h"
+#include "docs/test_sources.h"
 
 namespace {
 
 using fsdp2::testing::read_file;
+using fsdp2::testing::source_of;
 using fsdp2::testing::test_file;
 const std::string kTable = test_file("../docs/parity.md");
-
-/// tests/fsdp/managed_test.cpp of fsdp_managed_test.
-std::string source_of(const std::string& executable) {
-  const size_t area = executable.find('_');
-  return test_file(executable.substr(0, area) + "/" + executable.substr(area + 1) + ".cpp");
-}
 
 TEST(Parity, NamesTestsThatExist) {
   const std::string table = read_file(kTable);
