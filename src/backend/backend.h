@@ -11,12 +11,21 @@
 #include <string>
 #include <vector>
 
+#include <fsdp2/error.h>
+
 namespace fsdp2::detail {
 
 /// What counts as no limit: 24 days, the longest that poll() takes. Of milliseconds::max() a deadline in nanoseconds
 /// would lie in the past.
 inline std::chrono::milliseconds bounded_timeout(std::chrono::milliseconds timeout) {
   return std::min(timeout, std::chrono::milliseconds(std::numeric_limits<int>::max()));
+}
+
+/// What another rank is told of an error: one that is not the library's (out of memory, no thread) as kIo.
+inline Error as_error(const std::exception& error) {
+  if (const auto* ours = dynamic_cast<const Error*>(&error)) return *ours;
+  const auto* of_c10 = dynamic_cast<const c10::Error*>(&error);
+  return Error(ErrorCode::kIo, of_c10 != nullptr ? of_c10->what_without_backtrace() : error.what());
 }
 
 struct BackendRequest {

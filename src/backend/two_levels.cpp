@@ -404,10 +404,11 @@ class TwoLevelBackend : public c10d::Backend {
 
   template <class Options, class Steps>
   WorkPtr submit(c10d::OpType type, Tensors outputs, const Options& options, Steps steps) {
-    auto task = c10::make_intrusive<Task>(getRank(), type, std::move(outputs),
-                                          [levels = levels_, timeout = options.timeout, steps = std::move(steps)] {
-                                            steps(Call{*levels, timeout});
-                                          });
+    auto task = c10::make_intrusive<Task>(
+        getRank(), type, std::move(outputs),
+        [levels = levels_, timeout = bounded_timeout(options.timeout), steps = std::move(steps)] {
+          steps(Call{*levels, timeout});
+        });
     worker_->add(task);
     if (!options.asyncOp) task->wait();
     return task;
@@ -464,8 +465,8 @@ c10::intrusive_ptr<c10d::Backend> two_level_backend::create_if_useful(const Back
     const auto row = shm_backend::create(
         request_of(request, c10::str("row", levels->host), place, levels->ranks[static_cast<size_t>(levels->host)]));
     levels->row = c10::dynamic_intrusive_pointer_cast<shm::ShmBackend>(row);
-  } catch (const Error& error) {
-    failure = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    failure = as_error(error).what_without_backtrace();
   }
   // One way on all hosts.
   for (const int64_t ok : exchange(*all, failure.empty() ? 1 : 0)) {

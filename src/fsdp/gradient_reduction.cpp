@@ -292,10 +292,13 @@ void GradientReduction::run_user_hook(Tensor& reduced) const {
     after.record(*stream);
     after.block(current);
   }
-  FSDP2_CHECK(reduced.defined() && reduced.sizes() == given.sizes() && reduced.scalar_type() == given.scalar_type(),
+  FSDP2_CHECK(reduced.defined() && reduced.sizes() == given.sizes() && reduced.scalar_type() == given.scalar_type() &&
+                  reduced.is_contiguous(),
               kInvalidArgument, "[fsdp] the all-reduce hook for ", group_->label(), " got ", given.sizes(), " of ",
               given.scalar_type(), " and left ",
-              reduced.defined() ? c10::str(reduced.sizes(), " of ", reduced.scalar_type()) : std::string("no tensor"),
+              reduced.defined()
+                  ? c10::str(reduced.sizes(), " of ", reduced.scalar_type(), ", strides ", reduced.strides())
+                  : std::string("no tensor"),
               "; it may change values only");
 }
 

@@ -280,7 +280,8 @@ void ModuleState::complete_forward(bool backward_follows) {
   if (reshard_after_forward_) {
     for (const auto& group : groups) group->reshard_after_forward(backward_follows);
   }
-  if (backward_follows && !groups.empty()) {
+  // Recomputed in backward, it is no hint for what comes next there.
+  if (backward_follows && !groups.empty() && !context->in_backward()) {
     context->record_forward(shared_from_this());
   }
 }

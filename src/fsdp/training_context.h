@@ -32,8 +32,8 @@ class TrainingContext : public std::enable_shared_from_this<TrainingContext> {
   std::shared_ptr<ReductionQueue> reductions;
   bool diagnose_due = false;  // FSDP2_DIAGNOSE=1: at the next forward of the root
 
-  /// Called by every hook in backward; the first one of a backward queues finish_backward for its end, unless another
-  /// one is around it.
+  /// Called by every hook in backward; the first one of a backward queues finish_backward for its end. One that a node
+  /// of another runs ends with that: until then its gradients may wait for their reduction.
   void enter_backward();
   bool in_backward() const { return graph_task_ != -1; }
   // Note [Parameters in shared memory]

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <cstdlib>
 #include <string_view>
+#include <thread>
 
 #include <fsdp2/error.h>
 
@@ -112,9 +114,24 @@ c10::intrusive_ptr<c10d::Store> open_tcp_store(const Address& address, const Wor
 
 std::string rank_key(int rank) { return c10::str("rank/", rank); }
 
-/// Tells every waiting rank why the job cannot start, then throws it here.
-[[noreturn]] void refuse(c10d::Store& store, const std::string& text) {
+/// One of the ranks serves the store: it must not go before the others have read the verdict. Not for long: some may
+/// never come.
+void wait_until_all_know(c10d::Store& store, int world_size) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(3);
+  try {
+    store.add("told", 1);
+    while (store.add("told", 0) < world_size && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(milliseconds(20));
+    }
+  } catch (const std::exception&) {
+    // It went. The verdict is the error to report.
+  }
+}
+
+/// Tells every rank why the job cannot start, then throws it here.
+[[noreturn]] void refuse(c10d::Store& store, int world_size, const std::string& text) {
   store.set("verdict", "refused: " + text);
+  wait_until_all_know(store, world_size);
   throw Error(ErrorCode::kInvalidArgument, "[process_group] " + text);
 }
 
@@ -138,16 +155,19 @@ void check_in(c10d::Store& store, World& world) {
   }
   const std::string agreed = store.get_to_str("world_size");
   if (agreed != size_text) {
-    refuse(store, c10::str("rank ", world.rank, " was started with world size ", size_text, " but another rank with ",
-                           agreed, "; WORLD_SIZE must be equal on all ranks"));
+    refuse(store, world.world_size,
+           c10::str("rank ", world.rank, " was started with world size ", size_text, " but another rank with ", agreed,
+                    "; WORLD_SIZE must be equal on all ranks"));
   }
   if (const std::string others = store.get_to_str("settings"); others != settings) {
-    refuse(store, c10::str("rank ", world.rank, " was started with ", settings, " but another rank with ", others,
-                           "; these variables must be equal on all ranks"));
+    refuse(store, world.world_size,
+           c10::str("rank ", world.rank, " was started with ", settings, " but another rank with ", others,
+                    "; these variables must be equal on all ranks"));
   }
   if (store.add(c10::str("claims/", world.rank), 1) > 1) {
-    refuse(store, c10::str("two processes claim rank ", world.rank, " of ", size_text,
-                           "; every process needs a RANK of its own"));
+    refuse(store, world.world_size,
+           c10::str("two processes claim rank ", world.rank, " of ", size_text,
+                    "; every process needs a RANK of its own"));
   }
   if (world.rank == 0 && world.diagnose) store.set("diagnose", "1");  // its table is wanted: all take part
   const std::string host_key = "host/" + shm::host_identity();
@@ -164,6 +184,7 @@ void check_in(c10d::Store& store, World& world) {
                 ". Start them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or look for their errors");
   }
   const std::string verdict = store.get_to_str("verdict");
+  if (verdict != "start") wait_until_all_know(store, world.world_size);
   FSDP2_CHECK(verdict == "start", kInvalidArgument, "[process_group] the job was ", verdict);
   world.single_host = store.add(host_key, 0) == world.world_size;
   world.diagnose = store.check({"diagnose"});

@@ -164,13 +164,20 @@ TEST(SumInOrder, AgreesWithTheDefinition) {
 }
 
 TEST(SumInOrder, KeepsSpecialValuesAndMayWriteOverAnInput) {
-  for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
-    Tensor a = torch::tensor({1e30, -1e30, std::nan(""), 3.0, 1e-8}).to(dtype),
-           b = torch::tensor({1.0, 1.0, 1.0, std::nan(""), 0.0}).to(dtype);
-    const Tensor expected = (a.to(torch::kFloat) + b.to(torch::kFloat)).to(dtype);
-    const std::vector<const void*> in{a.data_ptr(), b.data_ptr()};
-    sum_in_order(a.data_ptr(), dtype, in, dtype, 5, 1);
-    EXPECT_TRUE(torch::allclose(a, expected, 0, 0, /*equal_nan=*/true)) << a << expected;
+  torch::manual_seed(8);
+  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf}) {
+    const auto wide = dtype == torch::kDouble ? torch::kDouble : torch::kFloat;
+    for (const size_t written : {0, 1}) {
+      for (const int divisor : {1, 2, 3}) {
+        Tensor a = torch::cat({torch::tensor({1e30, -1e30, std::nan(""), 3.0, 1e-8}), torch::randn({4099})}).to(dtype),
+               b = torch::cat({torch::tensor({1.0, 1.0, 1.0, std::nan(""), 0.0}), torch::randn({4099})}).to(dtype);
+        const Tensor expected = ((a.to(wide) + b.to(wide)) / divisor).to(dtype);
+        const std::vector<const void*> in{a.data_ptr(), b.data_ptr()};
+        const Tensor& out = written == 0 ? a : b;
+        sum_in_order(out.data_ptr(), dtype, in, dtype, out.numel(), divisor);
+        EXPECT_TRUE(torch::allclose(out, expected, 0, 0, /*equal_nan=*/true)) << dtype << written << divisor;
+      }
+    }
   }
   Tensor whole = torch::ones({3}, torch::kInt);
   EXPECT_FSDP2_ERROR(sum_in_order(whole.data_ptr(), torch::kInt, {whole.data_ptr()}, torch::kInt, 3, 1), kUnsupported,

@@ -174,29 +174,57 @@ TEST(TwoLevels, AModelTrainsAsOnOneHost) {
   EXPECT_FALSE(one[0].equal(one[2])) << one;
 }
 
-TEST(TwoLevels, ACallMayHaveATimeoutOfItsOwn) {
+/// An operation that some ranks are late for, with 500 ms of its own.
+void expect_timeout_of_its_own(const std::function<void(fsdp2::ProcessGroup, std::chrono::milliseconds)>& operation) {
   // Late are: a rank of the same host, or the other host.
   for (const int first_late : {1, 2}) {
     EXPECT_TRUE(ranks_on("aabb", [&](int rank) {
       fsdp2::barrier();
       const bool is_late = first_late == 1 ? rank == 1 : rank >= 2;
       if (is_late) {
-        std::this_thread::sleep_for(std::chrono::seconds(4));
+        std::this_thread::sleep_for(std::chrono::seconds(3));
         return;
       }
-      std::vector<Tensor> tensors{torch::ones({10})};
-      c10d::AllreduceOptions options;
-      options.timeout = std::chrono::milliseconds(500);
       const auto start = std::chrono::steady_clock::now();
       std::string said;
       try {
-        fsdp2::default_group()->allreduce(tensors, options)->wait();
+        operation(fsdp2::default_group(), std::chrono::milliseconds(500));
       } catch (const std::exception& error) {
         said = error.what();
       }
-      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(3)) << said;
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(2500)) << said;
       EXPECT_NE(said, "");
-    }));
+    })) << "late: "
+        << first_late;
+  }
+}
+
+TEST(TwoLevels, AnAllGatherMayHaveATimeoutOfItsOwn) {
+  expect_timeout_of_its_own([](const ProcessGroup& group, std::chrono::milliseconds timeout) {
+    Tensor in = torch::ones({10}), out = torch::ones({40});
+    c10d::AllgatherOptions options;
+    options.timeout = timeout;
+    group->getBackend(c10::DeviceType::CPU)->_allgather_base(out, in, options)->wait();
+  });
+}
+
+TEST(TwoLevels, AReduceScatterMayHaveATimeoutOfItsOwn) {
+  expect_timeout_of_its_own([](const ProcessGroup& group, std::chrono::milliseconds timeout) {
+    Tensor in = torch::ones({40}), out = torch::ones({10});
+    c10d::ReduceScatterOptions options;
+    options.timeout = timeout;
+    group->getBackend(c10::DeviceType::CPU)->_reduce_scatter_base(out, in, options)->wait();
+  });
+}
+
+TEST(TwoLevels, AnAllReduceMayHaveATimeoutOfItsOwn) {
+  for (const int64_t numel : {10, 100000}) {
+    expect_timeout_of_its_own([&](const ProcessGroup& group, std::chrono::milliseconds timeout) {
+      std::vector<Tensor> tensors{torch::ones({numel})};
+      c10d::AllreduceOptions options;
+      options.timeout = timeout;
+      group->allreduce(tensors, options)->wait();
+    });
   }
 }
 

@@ -21,7 +21,13 @@ TEST(Mutations, FitTheSourcesAndNameTestsThatExist) {
     const std::string text = read_file(entry.path().string());
     std::smatch named;
     ASSERT_TRUE(std::regex_search(text, named, head, std::regex_constants::match_continuous));
-    EXPECT_TRUE(std::filesystem::exists(source_of(named[1]))) << named[1];
+    const std::string source = read_file(source_of(named[1])), filters = named[2];
+    const std::regex filter("([^.:]+)\\.([^:]+)");
+    for (auto each = std::sregex_iterator(filters.begin(), filters.end(), filter); each != std::sregex_iterator();
+         ++each) {
+      const std::string name = std::regex_replace((*each)[2].str(), std::regex("\\*"), "\\w*");
+      EXPECT_TRUE(declares(source, (*each)[1], name)) << each->str();
+    }
     const ProcessResult result = run_process({"git", "-C", test_file(".."), "apply", "--check", entry.path().string()});
     EXPECT_EQ(result.exit_code, 0) << result.output;
   }

@@ -11,6 +11,7 @@
 
 namespace {
 
+using fsdp2::testing::declares;
 using fsdp2::testing::read_file;
 using fsdp2::testing::source_of;
 using fsdp2::testing::test_file;
@@ -26,8 +27,7 @@ TEST(Parity, NamesTestsThatExist) {
     const std::string path = source_of(executable);
     ASSERT_TRUE(std::filesystem::exists(path)) << (*match)[0] << ": there is no " << path;
     const auto source = sources.try_emplace(executable, read_file(path)).first;
-    const std::regex declared("TEST(_F)?\\(\\s*" + suite + ",\\s*" + name + "\\b");
-    EXPECT_TRUE(std::regex_search(source->second, declared)) << (*match)[0] << " is not in " << path;
+    EXPECT_TRUE(declares(source->second, suite, name)) << (*match)[0] << " is not in " << path;
     ++count;
   }
   EXPECT_GT(count, 100);

@@ -203,7 +203,8 @@ std::string report_cell(const std::string& start, int column) {
   std::istringstream cells(report.substr(at + 1, report.find('\n', at + 1) - at - 1));
   std::string cell;
   for (int i = 0; i <= column + 1; ++i) std::getline(cells, cell, '|');
-  return one_line(cell).substr(1);
+  const std::string text = one_line(cell).substr(1);
+  return text.substr(0, text.find(" ("));  // the median; of several repeats least and most follow
 }
 
 std::string in_ms(std::string us) {

@@ -1,7 +1,12 @@
 // labels: ranks
 // The rendezvous says what is missing; collectives check what they get.
 
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <cstdlib>
+#include <thread>
 
 #include "support/ranks.h"
 #include "support/tensors.h"
@@ -15,6 +20,19 @@ using torch::Tensor;
 
 fsdp2::ProcessGroupOptions options(const std::string& method, int rank, int size, milliseconds timeout) {
   return {.backend = "gloo", .init_method = method, .timeout = timeout, .rank = rank, .world_size = size};
+}
+
+std::string free_tcp_address() {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  EXPECT_EQ(::bind(socket, generic, length), 0);
+  EXPECT_EQ(::getsockname(socket, generic, &length), 0);
+  ::close(socket);
+  return "tcp://127.0.0.1:" + std::to_string(ntohs(address.sin_port));
 }
 
 void clear_environment() {
@@ -82,14 +100,17 @@ TEST(Rendezvous, DifferentWorldSizesAreNamedOnEveryRank) {
 }
 
 TEST(Rendezvous, DifferentSettingsAreNamedOnEveryRank) {
+  const TempDir folder;
+  // Rank 0 serves the tcp:// store, and is the one that differs.
   for (const auto* variable : {"FSDP2_DEBUG", "FSDP2_SHM_IN_PLACE"}) {
-    const TempDir folder;
-    ASSERT_TRUE(run_ranks(2, [&](int rank) {
-      if (rank == 1) ::setenv(variable, "0", 1);
-      EXPECT_FSDP2_ERROR(
-          fsdp2::init_process_group(options("file://" + folder.path() + "/store", rank, 2, milliseconds(5000))),
-          kInvalidArgument, "these variables must be equal on all ranks");
-    }, {.init_process_group = false}));
+    for (const std::string& method : {"file://" + folder.path() + "/" + variable, free_tcp_address()}) {
+      ASSERT_TRUE(run_ranks(3, [&](int rank) {
+        if (rank == 0) ::setenv(variable, "0", 1);
+        if (rank == 1) std::this_thread::sleep_for(milliseconds(300));
+        EXPECT_FSDP2_ERROR(fsdp2::init_process_group(options(method, rank, 3, milliseconds(5000))), kInvalidArgument,
+                           "these variables must be equal on all ranks");
+      }, {.init_process_group = false}));
+    }
   }
 }
 

@@ -21,7 +21,8 @@ using std::chrono::milliseconds;
 constexpr const char* kWhat = "connecting a group";
 
 /// Rank 0's memory, or the reason why nobody has it, as a text in the store: "ok <name>" or "<error code> <text>".
-std::string error_text(const Error& error) {
+std::string error_text(const std::exception& thrown) {
+  const Error error = as_error(thrown);
   return c10::str(static_cast<int>(error.code()), " ", error.what_without_backtrace());
 }
 
@@ -104,7 +105,7 @@ std::shared_ptr<Team> Team::join(const BackendRequest& request) {
       file = make_memory_file(layout.bytes, layout.busy_bytes, kWhat);
       server = std::make_unique<FileServer>(name);
       start = "ok " + name;
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       start = error_text(error);
     }
     store.set("start", start);
@@ -124,7 +125,7 @@ std::shared_ptr<Team> Team::join(const BackendRequest& request) {
     auto memory = std::make_shared<SharedMemory>(file, layout.bytes, kWhat);
     memory->populate(layout.chunk(request.rank, 0), Layout::kSlots * Layout::kChunkBytes, kWhat);
     team = std::shared_ptr<Team>(new Team(std::move(file), std::move(memory), layout, request, name));
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     state = error_text(error);
   }
   store.set(c10::str("state/", request.rank), state);
@@ -134,7 +135,7 @@ std::shared_ptr<Team> Team::join(const BackendRequest& request) {
     for (int rank = 0; rank < request.world_size && verdict == "ok"; ++rank) {
       try {
         verdict = wait_for_key(request, c10::str("state/", rank), rank_name(request, rank));
-      } catch (const Error& error) {
+      } catch (const std::exception& error) {
         verdict = error_text(error);
       }
     }

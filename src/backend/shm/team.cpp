@@ -28,17 +28,13 @@ void Team::step_barrier(const char* what) {
 void Team::together(const char* what, const std::function<void()>& step) {
   MemberState& mine = members_->state(members_->rank());
   mine.step_error.store(0);
-  const auto note = [&](ErrorCode code, const char* text) {
-    std::strncpy(mine.step_text, text, sizeof(mine.step_text) - 1);
-    mine.step_order.store(members_->state(0).num_errors.fetch_add(1));
-    mine.step_error.store(static_cast<int32_t>(code));
-  };
   try {
     step();
-  } catch (const Error& error) {
-    note(error.code(), error.what_without_backtrace());
-  } catch (const std::exception& error) {  // out of memory, no thread: the others wait for this rank all the same
-    note(ErrorCode::kIo, c10::str("[shm] ", what, ": ", members_->name(members_->rank()), ": ", error.what()).c_str());
+  } catch (const std::exception& thrown) {
+    const Error error = as_error(thrown);
+    std::strncpy(mine.step_text, error.what_without_backtrace(), sizeof(mine.step_text) - 1);
+    mine.step_order.store(members_->state(0).num_errors.fetch_add(1));
+    mine.step_error.store(static_cast<int32_t>(error.code()));
   }
   step_barrier(what);
   // The first error: the others may have come of it.
