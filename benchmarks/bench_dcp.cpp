@@ -43,7 +43,7 @@ Options parse(int argc, char** argv) {
   Options options;
   CLI::App app("Times dcp::save, load and async_save against raw files");
   app.add_option("--mb", options.mb, "size of the state over all ranks, in 10^6 bytes");
-  app.add_option("--dir", options.folder, "where to write; removed in the end");
+  app.add_option("--dir", options.folder, "a folder to make and to write to; removed in the end");
   app.add_option("--rounds", options.rounds, "how often everything is timed")->check(CLI::Range(1, 1000));
   app.add_option("--tensors", options.tensors, "this many tensors of 8x8 instead of big ones");
   app.add_option("--metadata", options.metadata, "only open the checkpoint in this folder, in one process");
@@ -123,6 +123,7 @@ class Bench {
     for (const torch::Tensor& local : locals_) bytes_ += local.nbytes();
     raw_.assign(bytes_, 7);
     copy_.assign(bytes_, 1);
+    fsdp2::barrier();
     fs::create_directories(options_.folder);
     fsdp2::barrier();
   }
@@ -221,6 +222,9 @@ int main(int argc, char** argv) {
     return 0;
   }
   fsdp2::init_process_group();
+  // All of it is removed in the end, so it must be nobody's. Bench makes it once all ranks have looked.
+  TORCH_CHECK(!fs::exists(options.folder), "--dir ", options.folder,
+              " exists, and would be removed in the end with all that is in it: name a folder that does not exist");
   Bench(options).run();
   fsdp2::destroy_process_group();
 }

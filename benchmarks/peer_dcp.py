@@ -62,6 +62,11 @@ def bench(args):
     size = sum(local.nbytes for local in locals_)
     raw, copy = bytearray(size), torch.empty(size, dtype=torch.uint8).fill_(1)
     checkpoint, background = os.path.join(args.dir, "ck"), os.path.join(args.dir, "async")
+    # All of it is removed in the end, so it must be nobody's; made once all ranks have looked.
+    if os.path.exists(args.dir):
+        raise SystemExit(f"--dir {args.dir} exists, and would be removed in the end with all that is in it: "
+                         "name a folder that does not exist")
+    dist.barrier()
     os.makedirs(args.dir, exist_ok=True)
     times = {}
 
@@ -159,7 +164,7 @@ def make_metadata(args):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--mb", type=float, default=1024)
-parser.add_argument("--dir", default="peer_dcp.tmp")
+parser.add_argument("--dir", default="peer_dcp.tmp", help="a folder to make and to write to; removed in the end")
 parser.add_argument("--rounds", type=int, default=5)
 parser.add_argument("--tensors", type=int, default=0)
 parser.add_argument("--make-metadata", type=int, default=0)
