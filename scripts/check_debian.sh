@@ -18,8 +18,13 @@ if [ "${IN_NAMESPACE:-}" != 1 ]; then
 fi
 
 if [ "${KEEP_ROOT:-}" != 1 ] || [ ! -x "$root/usr/bin/apt-get" ]; then
+  if [ -e "$root" ] && [ ! -e "$root.made" ]; then
+    echo "check_debian.sh: $root exists, was not made here and would be removed; name another ROOT_FOLDER" >&2
+    exit 1
+  fi
   rm -rf --one-file-system "$root"
   mkdir -p "$root"
+  touch "$root.made"
   debootstrap --variant=minbase bookworm "$root" ${MIRROR:+"$MIRROR"} > "$root.log"
 fi
 mount -t proc proc "$root/proc"

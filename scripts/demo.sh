@@ -44,8 +44,14 @@ if [ -z "$text" ]; then
 fi
 
 began=$SECONDS
+# The folder is emptied first: only one that this script made, or an empty one.
+if [ "$out" != outputs/demo ] && [ -n "$(ls -A "$out" 2>/dev/null)" ] && [ ! -e "$out/.made_by_demo" ]; then
+  echo "demo: $out is not empty and not from an earlier run; name another folder with --out" >&2
+  exit 2
+fi
 rm -rf "$out"
 mkdir -p "$out"
+touch "$out/.made_by_demo"
 checkpoint=$out/checkpoint
 short=$((save_at + 30 < steps ? save_at + 30 : steps))
 common=(--text "$text" --decay-steps "$steps" "$@")
