@@ -123,6 +123,9 @@ class Bench {
     for (const torch::Tensor& local : locals_) bytes_ += local.nbytes();
     raw_.assign(bytes_, 7);
     copy_.assign(bytes_, 1);
+    // All of it is removed in the end, so it must be nobody's; made once all ranks have looked.
+    TORCH_CHECK(!fs::exists(options_.folder), "--dir ", options_.folder,
+                " exists, and would be removed in the end with all that is in it: name a folder that does not exist");
     fsdp2::barrier();
     fs::create_directories(options_.folder);
     fsdp2::barrier();
@@ -222,9 +225,6 @@ int main(int argc, char** argv) {
     return 0;
   }
   fsdp2::init_process_group();
-  // All of it is removed in the end, so it must be nobody's. Bench makes it once all ranks have looked.
-  TORCH_CHECK(!fs::exists(options.folder), "--dir ", options.folder,
-              " exists, and would be removed in the end with all that is in it: name a folder that does not exist");
   Bench(options).run();
   fsdp2::destroy_process_group();
 }

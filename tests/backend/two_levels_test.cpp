@@ -174,6 +174,13 @@ TEST(TwoLevels, AModelTrainsAsOnOneHost) {
   EXPECT_FALSE(one[0].equal(one[2])) << one;
 }
 
+template <class Options>
+Options options_with(std::chrono::milliseconds timeout) {
+  Options options;
+  options.timeout = timeout;
+  return options;
+}
+
 /// An operation that some ranks are late for, with 500 ms of its own.
 void expect_timeout_of_its_own(const std::function<void(fsdp2::ProcessGroup, std::chrono::milliseconds)>& operation) {
   // Late are: a rank of the same host, or the other host.
@@ -202,8 +209,7 @@ void expect_timeout_of_its_own(const std::function<void(fsdp2::ProcessGroup, std
 TEST(TwoLevels, AnAllGatherMayHaveATimeoutOfItsOwn) {
   expect_timeout_of_its_own([](const ProcessGroup& group, std::chrono::milliseconds timeout) {
     Tensor in = torch::ones({10}), out = torch::ones({40});
-    c10d::AllgatherOptions options;
-    options.timeout = timeout;
+    const auto options = options_with<c10d::AllgatherOptions>(timeout);
     group->getBackend(c10::DeviceType::CPU)->_allgather_base(out, in, options)->wait();
   });
 }
@@ -211,8 +217,7 @@ TEST(TwoLevels, AnAllGatherMayHaveATimeoutOfItsOwn) {
 TEST(TwoLevels, AReduceScatterMayHaveATimeoutOfItsOwn) {
   expect_timeout_of_its_own([](const ProcessGroup& group, std::chrono::milliseconds timeout) {
     Tensor in = torch::ones({40}), out = torch::ones({10});
-    c10d::ReduceScatterOptions options;
-    options.timeout = timeout;
+    const auto options = options_with<c10d::ReduceScatterOptions>(timeout);
     group->getBackend(c10::DeviceType::CPU)->_reduce_scatter_base(out, in, options)->wait();
   });
 }
@@ -221,9 +226,7 @@ TEST(TwoLevels, AnAllReduceMayHaveATimeoutOfItsOwn) {
   for (const int64_t numel : {10, 100000}) {
     expect_timeout_of_its_own([&](const ProcessGroup& group, std::chrono::milliseconds timeout) {
       std::vector<Tensor> tensors{torch::ones({numel})};
-      c10d::AllreduceOptions options;
-      options.timeout = timeout;
-      group->allreduce(tensors, options)->wait();
+      group->allreduce(tensors, options_with<c10d::AllreduceOptions>(timeout))->wait();
     });
   }
 }

@@ -10,6 +10,22 @@ using namespace fsdp2::testing;
 using fsdp2::fully_shard;
 using torch::Tensor;
 
+/// Of a model over rows; `shard(model, reshard)` calls fully_shard.
+template <class Model, class Shard>
+void expect_trains_like_whole(int rank, Shard&& shard) {
+  for (const bool reshard : {true, false}) {
+    torch::manual_seed(42);
+    auto [reference, model] = make_twins<Model>();
+    shard(model, reshard);
+    torch::manual_seed(8);
+    auto loss_of = [model = model, reference = reference](bool sharded, Tensor x, int) mutable {
+      x.requires_grad_();
+      return sharded ? model(x).sum() : reference(x).sum();
+    };
+    expect_same_steps(*model, *reference, rank, 3, reshard ? "reshard" : "keep", loss_of);
+  }
+}
+
 // ----- gradients inside of forward -----------------------------------------------------------------------------------
 
 /// Uses the gradient of an energy with respect to its own input, as force fields do, and its parameters after that.
@@ -41,18 +57,10 @@ struct ForcesImpl : torch::nn::Module {
 FSDP2_MODULE(Forces);
 
 RANKS_TEST(NestedBackward, AGradientOfTheInputInsideForward, 2) {
-  for (const bool reshard : {true, false}) {
-    torch::manual_seed(42);
-    auto [reference, model] = make_twins<Forces>();
+  expect_trains_like_whole<Forces>(rank, [](Forces& model, bool reshard) {
     for (Force& layer : model->layers) fully_shard(layer, {.reshard_after_forward = reshard});
     fully_shard(model);
-    torch::manual_seed(8);
-    auto loss_of = [model = model, reference = reference](bool sharded, Tensor x, int) mutable {
-      x.requires_grad_();
-      return sharded ? model(x).sum() : reference(x).sum();
-    };
-    expect_same_steps(*model, *reference, rank, 3, reshard ? "reshard" : "keep", loss_of);
-  }
+  });
 }
 
 RANKS_TEST(NestedBackward, AGradientOfTheInputInsideForwardGathersNothingMore, 2) {
@@ -105,18 +113,10 @@ struct RecomputedImpl : torch::nn::Module {
 FSDP2_MODULE(Recomputed);
 
 RANKS_TEST(NestedBackward, InsideOfBackward, 2) {
-  for (const bool reshard : {true, false}) {
-    torch::manual_seed(42);
-    auto [reference, model] = make_twins<Recomputed>();
+  expect_trains_like_whole<Recomputed>(rank, [](Recomputed& model, bool reshard) {
     for (Block& block : model->blocks) fully_shard(block, {.reshard_after_forward = reshard});
     fully_shard(model, {.reshard_after_forward = reshard});
-    torch::manual_seed(8);
-    auto loss_of = [model = model, reference = reference](bool sharded, Tensor x, int) mutable {
-      x.requires_grad_();
-      return sharded ? model(x).sum() : reference(x).sum();
-    };
-    expect_same_steps(*model, *reference, rank, 3, reshard ? "reshard" : "keep", loss_of);
-  }
+  });
 }
 
 RANKS_TEST(NestedBackward, InsideOfBackwardGathersNothingMore, 2) {
