@@ -16,6 +16,7 @@ namespace fsdp2::dcp::detail {
 namespace {
 
 constexpr size_t kMaxOpenFiles = 64;
+constexpr uint64_t kSlabBytes = uint64_t{1} << 20;  // of an item that is only checked
 
 }  // namespace
 
@@ -50,11 +51,8 @@ bool CheckpointFiles::checksums_match(const MetadataFiles& metadata) {
     FSDP2_CHECK(was_read || !name.ends_with(kMetadataName), kCorruption, "[dcp] ", (folder_ / name).string(),
                 " is missing: ", kChecksumsName, " has its checksum");
   }
-  return std::all_of(metadata.metadata.begin(), metadata.metadata.end(), [&](const auto& file) {
-    const std::vector<uint32_t> found = block_checksums(file.second);
-    const auto recorded = checksums_->find(file.first, 0, file.second.size());
-    return std::equal(found.begin(), found.end(), recorded.begin(), recorded.end());
-  });
+  return std::all_of(metadata.metadata.begin(), metadata.metadata.end(),
+                     [&](const auto& file) { return checksums_->match(file.first, file.second); });
 }
 
 const ItemLocation& CheckpointFiles::location(size_t entry, size_t part) const {
@@ -74,14 +72,14 @@ CheckpointFiles::OpenFile& CheckpointFiles::open(const std::string& name) {
 }
 
 ByteRange CheckpointFiles::stored_bytes(size_t entry, uint64_t offset, uint64_t length, const ItemLocation& place) {
-  std::span<const uint32_t> sums;
+  BlockChecksums checksums;
   if (checksums_) {
-    sums = checksums_->find(place.file, offset, length);
-    FSDP2_CHECK(!sums.empty() || length == 0, kCorruption, "[dcp] ", (folder_ / kChecksumsName).string(),
+    checksums = checksums_->find(place.file, offset, length);
+    FSDP2_CHECK(!checksums.sums.empty() || length == 0, kCorruption, "[dcp] ", (folder_ / kChecksumsName).string(),
                 " has no checksums of ", fqn(entry), " at offset ", offset, " of ", place.file,
                 "; it does not belong to these metadata");
   }
-  return ByteRange(open(place.file).file, offset, length, fqn(entry), sums);
+  return ByteRange(open(place.file).file, offset, length, fqn(entry), checksums);
 }
 
 ByteRange CheckpointFiles::item(size_t entry, size_t part) {
@@ -192,7 +190,7 @@ void CheckpointFiles::check_item(size_t entry, size_t part) {
   const ItemLocation& place = location(entry, part);
   const ByteRange stored = stored_bytes(entry, place.offset, place.length, place);
   if (stored.is_checked()) {
-    std::string block(static_cast<size_t>(std::min<uint64_t>(kChecksumBlock, stored.size())), '\0');
+    std::string block(static_cast<size_t>(std::min<uint64_t>(kSlabBytes, stored.size())), '\0');
     for (uint64_t at = 0; at < stored.size(); at += block.size())
       stored.read(at, block.data(), static_cast<size_t>(std::min<uint64_t>(block.size(), stored.size() - at)));
   }

@@ -7,14 +7,17 @@
 #include <string_view>
 
 #include "dcp/crc32.h"
-#include "dcp/file_writer.h"
 
 namespace fsdp2::dcp::detail {
 namespace {
 
 constexpr std::string_view kMagic = "fsdp2 checksums 1\n";
 
-size_t num_blocks(uint64_t length) { return static_cast<size_t>((length + kChecksumBlock - 1) / kChecksumBlock); }
+constexpr uint64_t kLeastBlock = uint64_t{1} << 10, kMostBlock = uint64_t{64} << 20;
+
+size_t num_blocks(uint64_t length, uint64_t block) {
+  return static_cast<size_t>(length / block + (length % block != 0));
+}
 
 template <class T>
 void append(std::string& out, T value) {
@@ -58,7 +61,7 @@ void Checksums::add(const std::string& name, uint64_t offset, uint64_t length, c
 
 std::string Checksums::encode() const {
   std::string out(kMagic);
-  append(out, static_cast<uint32_t>(kChecksumBlock));
+  append(out, static_cast<uint32_t>(block_));
   append(out, static_cast<uint32_t>(files_.size()));
   for (const auto& [name, file] : files_) {
     append(out, static_cast<uint32_t>(name.size()));
@@ -68,7 +71,7 @@ std::string Checksums::encode() const {
       append(out, item.offset);
       append(out, item.length);
       out.append(reinterpret_cast<const char*>(file.blocks.data() + item.first),
-                 num_blocks(item.length) * sizeof(uint32_t));
+                 num_blocks(item.length, block_) * sizeof(uint32_t));
     }
   }
   append(out, crc32(0, out.data(), out.size()));
@@ -83,8 +86,9 @@ Checksums Checksums::decode(const std::string& content, const std::string& what)
   uint32_t recorded;
   std::memcpy(&recorded, content.data() + body, sizeof(recorded));
   if (recorded != crc32(0, content.data(), body)) in.fail("its own checksum differs");
-  if (in.number<uint32_t>() != kChecksumBlock) in.fail("its blocks have another size than this library writes");
   Checksums result;
+  result.block_ = in.number<uint32_t>();
+  if (result.block_ < kLeastBlock || result.block_ > kMostBlock) in.fail("its blocks have an impossible size");
   for (auto files = in.number<uint32_t>(); files > 0; --files) {
     const std::string name(in.take(in.number<uint32_t>()));
     File& file = result.files_[name];
@@ -96,8 +100,8 @@ Checksums Checksums::decode(const std::string& content, const std::string& what)
       const uint64_t end = file.items.empty() ? 0 : file.items.back().offset + file.items.back().length;
       if (offset < end || length > UINT64_MAX - offset) in.fail("its items overlap");
       file.items.push_back({offset, length, file.blocks.size()});
-      if (length / kChecksumBlock > in.left()) in.fail("it ends too early");
-      const size_t blocks = num_blocks(length);
+      if (length / result.block_ > in.left()) in.fail("it ends too early");
+      const size_t blocks = num_blocks(length, result.block_);
       const std::string_view sums = in.take(blocks * sizeof(uint32_t));
       file.blocks.resize(file.blocks.size() + blocks);
       std::memcpy(file.blocks.data() + file.items.back().first, sums.data(), sums.size());
@@ -106,7 +110,7 @@ Checksums Checksums::decode(const std::string& content, const std::string& what)
   return result;
 }
 
-std::span<const uint32_t> Checksums::find(const std::string& name, uint64_t offset, uint64_t length) const {
+BlockChecksums Checksums::find(const std::string& name, uint64_t offset, uint64_t length) const {
   const auto file = files_.find(name);
   if (file == files_.end()) return {};
   const auto& items = file->second.items;
@@ -115,7 +119,13 @@ std::span<const uint32_t> Checksums::find(const std::string& name, uint64_t offs
                                [](const Item& entry, uint64_t wanted) { return entry.offset < wanted; });
   while (item != items.end() && item->offset == offset && item->length != length) ++item;
   if (item == items.end() || item->offset != offset) return {};
-  return {file->second.blocks.data() + item->first, num_blocks(length)};
+  return {{file->second.blocks.data() + item->first, num_blocks(length, block_)}, block_};
+}
+
+bool Checksums::match(const std::string& file, const std::string& content) const {
+  const std::vector<uint32_t> found = block_checksums(content, block_);
+  const BlockChecksums recorded = find(file, 0, content.size());
+  return std::equal(found.begin(), found.end(), recorded.sums.begin(), recorded.sums.end());
 }
 
 uint64_t Checksums::file_size(const std::string& name) const {
@@ -130,10 +140,10 @@ std::vector<std::string> Checksums::files() const {
   return names;
 }
 
-std::vector<uint32_t> block_checksums(const std::string& content) {
+std::vector<uint32_t> block_checksums(const std::string& content, uint64_t block) {
   std::vector<uint32_t> blocks;
-  for (size_t at = 0; at < content.size(); at += kChecksumBlock) {
-    blocks.push_back(crc32(0, content.data() + at, std::min(kChecksumBlock, content.size() - at)));
+  for (size_t at = 0; at < content.size(); at += block) {
+    blocks.push_back(crc32(0, content.data() + at, std::min<size_t>(block, content.size() - at)));
   }
   return blocks;
 }

@@ -9,9 +9,11 @@
 
 #include <cstdint>
 #include <map>
-#include <span>
 #include <string>
 #include <vector>
+
+#include "dcp/byte_range.h"
+#include "dcp/file_writer.h"
 
 namespace fsdp2::dcp::detail {
 
@@ -25,7 +27,9 @@ class Checksums {
   /// kCorruption naming `what` unless every byte is as it was written.
   static Checksums decode(const std::string& content, const std::string& what);
   /// Of the item that lies exactly there; empty if there is none.
-  std::span<const uint32_t> find(const std::string& file, uint64_t offset, uint64_t length) const;
+  BlockChecksums find(const std::string& file, uint64_t offset, uint64_t length) const;
+  /// Whether the file with one item is as it was written.
+  bool match(const std::string& file, const std::string& content) const;
   /// Where the last item of the file ends; 0 for files without items.
   uint64_t file_size(const std::string& file) const;
   bool has_file(const std::string& file) const { return files_.count(file) != 0; }
@@ -41,9 +45,10 @@ class Checksums {
     std::vector<uint32_t> blocks;
   };
   std::map<std::string, File> files_;
+  uint64_t block_ = kChecksumBlock;  // other releases may have written other ones
 };
 
 /// CRC-32 of the blocks of bytes in memory.
-std::vector<uint32_t> block_checksums(const std::string& content);
+std::vector<uint32_t> block_checksums(const std::string& content, uint64_t block = kChecksumBlock);
 
 }  // namespace fsdp2::dcp::detail

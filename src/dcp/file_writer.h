@@ -13,7 +13,7 @@
 namespace fsdp2::dcp::detail {
 
 /// What one checksum of the sidecar covers: small enough to stay in a core's cache between the checksum and the copy.
-inline constexpr size_t kChecksumBlock = size_t{256} << 10;
+inline constexpr size_t kChecksumBlock = size_t{64} << 10;
 
 class FileWriter final : public ByteSink {
  public:

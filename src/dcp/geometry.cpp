@@ -37,8 +37,10 @@ Chunk relative_to(Chunk box, const std::vector<int64_t>& origin) {
 }
 
 at::Tensor part_of(at::Tensor tensor, const Chunk& box) {
-  for (size_t d = 0; d < box.sizes.size(); ++d)
-    tensor = tensor.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
+  for (size_t d = 0; d < box.sizes.size(); ++d) {
+    const auto dim = static_cast<int64_t>(d);
+    if (box.sizes[d] != tensor.size(dim)) tensor = tensor.narrow(dim, box.offsets[d], box.sizes[d]);
+  }
   return tensor;
 }
 

@@ -21,7 +21,7 @@ std::optional<Chunk> intersect(const Chunk& a, const Chunk& b);
 /// The same box, counted from `origin`.
 Chunk relative_to(Chunk box, const std::vector<int64_t>& origin);
 
-/// The box of a tensor, as a view.
+/// The box of a tensor, as a view; the tensor itself where it is the box.
 at::Tensor part_of(at::Tensor tensor, const Chunk& box);
 
 /// Says what is wrong with one chunk of a tensor of `sizes`, or nothing.

@@ -40,10 +40,7 @@ bool is_damaged(Storage& storage, const std::filesystem::path& checkpoint) {
       const Checksums checksums = Checksums::decode(read_file(storage, checkpoint, kChecksumsName), kChecksumsName);
       for (const std::string& name : checksums.files()) {
         if (!name.ends_with(kMetadataName)) continue;
-        const std::string content = read_file(storage, checkpoint, name);
-        const auto recorded = checksums.find(name, 0, content.size());
-        const std::vector<uint32_t> found = block_checksums(content);
-        if (!std::equal(found.begin(), found.end(), recorded.begin(), recorded.end())) return true;
+        if (!checksums.match(name, read_file(storage, checkpoint, name))) return true;
       }
     }
     for (const auto& locations : read_metadata(storage, checkpoint).locations) {
