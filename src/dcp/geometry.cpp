@@ -39,7 +39,8 @@ Chunk relative_to(Chunk box, const std::vector<int64_t>& origin) {
 at::Tensor part_of(at::Tensor tensor, const Chunk& box) {
   for (size_t d = 0; d < box.sizes.size(); ++d) {
     const auto dim = static_cast<int64_t>(d);
-    if (box.sizes[d] != tensor.size(dim)) tensor = tensor.narrow(dim, box.offsets[d], box.sizes[d]);
+    if (box.offsets[d] != 0 || box.sizes[d] != tensor.size(dim))
+      tensor = tensor.narrow(dim, box.offsets[d], box.sizes[d]);
   }
   return tensor;
 }
